@@ -1,0 +1,49 @@
+# Each target sets itself up; nothing has to be activated. All output goes to .venv/ and build/.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PYTEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+DEMO_CHECKPOINT := build/demo-checkpoint
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export RUFF_CACHE_DIR := build/ruff
+
+.DEFAULT_GOAL := help
+.PHONY: help install test lint format pytest demo clean
+
+help: ## Print the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{ printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Make .venv with the pinned tools and this package
+
+# torch first and alone, so that the rest meets the build the machine offers.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[transformers,cli,dev]'
+	touch $@
+
+test: lint pytest ## Lint, type-check and test on the CPU
+
+lint: $(INSTALLED) ## Lint and type-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+pytest: $(INSTALLED) ## Run the tests that need no GPU
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+format: $(INSTALLED) ## Format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(INSTALLED) ## Write a tiny checkpoint, generate from it, compare with transformers
+	$(BIN)/flashqsa tiny $(DEMO_CHECKPOINT) --force
+	$(BIN)/flashqsa generate $(DEMO_CHECKPOINT) --random-tokens 3000 --max-new-tokens 64 --compare
+
+clean: ## Remove .venv and build
+	rm -rf $(VENV) build
