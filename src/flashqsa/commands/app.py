@@ -1,0 +1,99 @@
+"""The `flashqsa` program: registers the sub-commands and turns failures into one line and an exit code.
+
+Nothing of the `cli` extra is imported before `main` runs, so that its absence is told in a sentence too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flashqsa.commands import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
+from flashqsa.errors import FlashQSAError
+
+if TYPE_CHECKING:
+    import typer
+
+CLI_MODULES = ("typer", "rich", "psutil", "transformers", "safetensors", "tokenizers", "jinja2")
+"""Top-level modules that the `cli` extra installs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the program.
+
+    Args:
+        arguments: The words after the program's name; those of the process when None.
+
+    Returns:
+        The exit code. Wrong input has been told in one line on stderr, without a traceback.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        return _run(words)
+    except FlashQSAError as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in CLI_MODULES:
+            raise
+        return _fail(f"the command line needs {missing}, which is not installed. Run: pip install 'flashqsa[cli]'")
+
+
+def build_app() -> typer.Typer:
+    """The program with all its sub-commands.
+
+    Raises:
+        ModuleNotFoundError: A part of the `cli` extra is not installed.
+    """
+    import typer
+
+    from flashqsa.commands.tiny import tiny
+
+    app = typer.Typer(
+        name="flashqsa",
+        help="Qwen Sparse Attention: try it, look at it, measure it.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    def print_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"flashqsa {importlib.metadata.version('flashqsa')}")
+            raise typer.Exit
+
+    @app.callback()
+    def options(
+        version: bool = typer.Option(
+            False, "--version", callback=print_version, is_eager=True, help="Print the version and stop."
+        ),
+    ) -> None:
+        """Options of the program itself."""
+
+    app.command(help="Write a small random qwen4_exp checkpoint into DIRECTORY.")(tiny)
+    return app
+
+
+def _run(words: list[str]) -> int:
+    """Runs one command line outside typer's own error handling, which would print several lines."""
+    import typer
+
+    app = build_app()
+    # Typer has carried its command parser under more than one name; the bases of this exception are the same in all.
+    _, _usage_error, parser_error, *_ = typer.BadParameter.__mro__
+    try:
+        outcome = typer.main.get_command(app).main(args=words, prog_name="flashqsa", standalone_mode=False)
+    except typer.Abort:
+        print("flashqsa: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except parser_error as error:
+        if not hasattr(error, "format_message"):
+            raise
+        return _fail(f"{error.format_message()} See: flashqsa --help")
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _fail(message: str) -> int:
+    print(f"flashqsa: {' '.join(message.split())}", file=sys.stderr)
+    return EXIT_WRONG_INPUT
