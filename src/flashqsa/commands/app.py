@@ -5,11 +5,11 @@ Nothing of the `cli` extra is imported before `main` runs, so that its absence i
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from flashqsa import __version__
 from flashqsa.commands import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
 from flashqsa.errors import FlashQSAError
 
@@ -60,7 +60,7 @@ def build_app() -> typer.Typer:
 
     def print_version(wanted: bool) -> None:
         if wanted:
-            typer.echo(f"flashqsa {importlib.metadata.version('flashqsa')}")
+            typer.echo(f"flashqsa {__version__}")
             raise typer.Exit
 
     @app.callback()
@@ -81,7 +81,7 @@ def _run(words: list[str]) -> int:
 
     app = build_app()
     # Typer has carried its command parser under more than one name; the bases of this exception are the same in all.
-    _, _usage_error, parser_error, *_ = typer.BadParameter.__mro__
+    parser_error: type[Exception] = typer.BadParameter.__mro__[2]
     try:
         outcome = typer.main.get_command(app).main(args=words, prog_name="flashqsa", standalone_mode=False)
     except typer.Abort:
@@ -90,7 +90,7 @@ def _run(words: list[str]) -> int:
     except parser_error as error:
         if not hasattr(error, "format_message"):
             raise
-        return _fail(f"{error.format_message()} See: flashqsa --help")
+        return _fail(f"{error.format_message().rstrip('.')} (see flashqsa --help)")
     return outcome if isinstance(outcome, int) else 0
 
 

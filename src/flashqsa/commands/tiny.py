@@ -50,7 +50,8 @@ def tiny(
         seed=seed,
         dtype=dtype,
     )
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("drawing weights", total=None)
         report = write_tiny_checkpoint(
             directory,
