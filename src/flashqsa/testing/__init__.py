@@ -28,7 +28,8 @@ from flashqsa.testing.hostile import (
     poison_slots,
     snapshot,
 )
-from flashqsa.testing.steps import NormWeights, RequestTruth, Step, make_step, randn
+from flashqsa.testing.steps import Step, make_step
+from flashqsa.testing.truth import NormWeights, RequestTruth, randn
 
 __all__ = [
     "Guarded",

@@ -8,6 +8,10 @@ from typing import Literal
 import torch
 
 
+GRID = 64
+"""Bound on the height and width positions of MRoPE tokens."""
+
+
 @dataclass(frozen=True)
 class StepCase:
     """Shape of one step. Small by default; every number may be odd.
@@ -41,6 +45,7 @@ class StepCase:
         layout: ``split``: K and V in two buffers, padded in every dimension. ``packed``: K and V side by side in one
             last dimension of 2 D. ``hnd``: heads before tokens. ``dense``: no padding anywhere.
         contiguous: Requests contiguous in the caches (first slots) instead of paged.
+        request_seeds: What decides the content of each request; its place in `requests` by default.
     """
 
     name: str
@@ -69,9 +74,14 @@ class StepCase:
     mrope: bool = False
     layout: Literal["split", "packed", "hnd", "dense"] = "split"
     contiguous: bool = False
+    request_seeds: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return self.name
+
+    def request_seed(self, request_id: int) -> int:
+        """What decides the content of a request."""
+        return request_id if self.request_seeds is None else self.request_seeds[request_id]
 
     @property
     def num_requests(self) -> int:
@@ -103,3 +113,20 @@ class StepCase:
         """Frequencies of each position axis, shared out evenly."""
         half = self.rotary_dim // 2
         return (-(-half // 3), -(-(half - 1) // 3), -(-(half - 2) // 3)) if self.mrope else None
+
+    @property
+    def rope_rows(self) -> int:
+        """Positions of the rope table."""
+        return max(self.seq_lens, default=0) + GRID
+
+    @property
+    def kv_is_fp8(self) -> bool:
+        """Whether K and V are float8, hence scaled."""
+        return (self.kv_dtype or self.dtype) == torch.float8_e4m3fn
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """(k_scale, v_scale) as fp32 has them; ones when K and V are not float8."""
+        if not self.kv_is_fp8:
+            return 1.0, 1.0
+        return float(torch.tensor(self.k_scale)), float(torch.tensor(self.v_scale))

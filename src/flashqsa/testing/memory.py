@@ -11,7 +11,7 @@ from flashqsa.testing.cases import StepCase
 from flashqsa.testing.hostile import FLOAT_CANARY, Guarded, guarded, poison
 
 if TYPE_CHECKING:
-    from flashqsa.testing.steps import RequestTruth
+    from flashqsa.testing.truth import RequestTruth
 
 SPARE_PAGES = 3
 TABLE_MARGIN = 2
@@ -59,8 +59,7 @@ class CacheMemory:
 
     def store(self, truth: RequestTruth, tokens: int, case: StepCase) -> None:
         """Write the first `tokens` tokens of a request, and the blocks that they complete."""
-        fp8 = self.k_pages.dtype == torch.float8_e4m3fn
-        k_scale, v_scale = (torch.tensor(s if fp8 else 1.0).item() for s in (case.k_scale, case.v_scale))
+        k_scale, v_scale = case.scales
         blocks = tokens // self.block_tokens
         for pages, slots, rows in (
             (self.k_pages, truth.slot_ids[:tokens], truth.k[:tokens] / k_scale),

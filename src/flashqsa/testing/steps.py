@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,73 +13,7 @@ from flashqsa.testing import oracles
 from flashqsa.testing.cases import StepCase
 from flashqsa.testing.hostile import Guarded, guarded
 from flashqsa.testing.memory import CacheMemory, make_cache_memory, make_ring_memory
-
-F64 = torch.float64
-NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class NormWeights:
-    """Weights of the four norms, in the model dtype, and their epsilon.
-
-    Attributes:
-        q_norm: [D] weight on attention queries.
-        k_norm: [D] weight on attention keys.
-        q_layernorm: [Di] weight on index queries.
-        k_layernorm: [Di] weight on pooled index keys.
-        eps: Epsilon of all four.
-    """
-
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
-    q_layernorm: torch.Tensor
-    k_layernorm: torch.Tensor
-    eps: float = NORM_EPS
-
-
-@dataclass(frozen=True)
-class RequestTruth:
-    """One live request without paging: what the caches hold of it, exactly, and what it came from.
-
-    Attributes:
-        request_id: Its number in the plan.
-        context_before: Tokens before the step.
-        new_rows: Tokens that the step adds.
-        first_row: Its first packed row.
-        k: [N, Hkv, D] float64 keys as the cache represents them after the step (rounded, scale applied).
-        v: [N, Hkv, D] float64 values, likewise.
-        block_keys: [N // r, Di] float64 block keys, likewise.
-        raw_k: [N, Hkv, D] keys as projected, model dtype.
-        raw_index_keys: [N, Di] index keys as projected, model dtype.
-        rope_positions: [3, N] int64.
-        slot_ids: [N] int64 slots of its tokens.
-        block_slot_ids: [N // r] int64 slots of its complete blocks.
-        ring_id: Its ring.
-    """
-
-    request_id: int
-    context_before: int
-    new_rows: int
-    first_row: int
-    k: torch.Tensor
-    v: torch.Tensor
-    block_keys: torch.Tensor
-    raw_k: torch.Tensor
-    raw_index_keys: torch.Tensor
-    rope_positions: torch.Tensor
-    slot_ids: torch.Tensor
-    block_slot_ids: torch.Tensor
-    ring_id: int
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens after the step."""
-        return self.context_before + self.new_rows
-
-    def rows(self) -> Iterator[tuple[int, int]]:
-        """(packed row, token position) of each row in the step."""
-        for i in range(self.new_rows):
-            yield self.first_row + i, self.context_before + i
+from flashqsa.testing.truth import NormWeights, RequestTruth, make_truth, randn, stream
 
 
 @dataclass(frozen=True)
@@ -141,8 +74,8 @@ def make_step(case: StepCase, *, seed: int, device: torch.device | str = "cpu", 
     """Make a random step.
 
     Page ids are a random permutation of the pool, table entries past a length are garbage, free memory is NaN, caches
-    are views of larger buffers full of canaries. The same case and seed give the same truth whatever `written`,
-    `layout`, `page_tokens` and `contiguous` are.
+    are views of larger buffers full of canaries. Token i of a request is a function of `seed`, its request seed and
+    i alone: other lengths, cuts, batches, pages, layouts and `written` give the same values.
 
     Args:
         case: Its shape.
@@ -151,11 +84,10 @@ def make_step(case: StepCase, *, seed: int, device: torch.device | str = "cpu", 
         written: Whether the step's own rows are in the caches already, as selection and attention need; otherwise the
             caches are as preparation finds them: new slots NaN, the ring left by a rejected draft.
     """
-    values = torch.Generator().manual_seed(seed)
-    places = torch.Generator().manual_seed(seed + 1)
+    weights, places = stream(seed), stream(seed, 0)
     rope = _rope_table(case, device)
     widths = (case.head_dim, case.head_dim, case.index_head_dim, case.index_head_dim)
-    q_norm, k_norm, q_layernorm, k_layernorm = (randn(values, case.dtype, n, std=0.2).to(device) for n in widths)
+    q_norm, k_norm, q_layernorm, k_layernorm = (randn(weights, case.dtype, n, std=0.2).to(device) for n in widths)
     norms = NormWeights(q_norm, k_norm, q_layernorm, k_layernorm)
     memory = make_cache_memory(case, generator=places, device=device)
     rings = make_ring_memory(case, generator=places, device=device)
@@ -163,23 +95,25 @@ def make_step(case: StepCase, *, seed: int, device: torch.device | str = "cpu", 
     requests, first_row = [], 0
     for request_id, (before, new) in enumerate(case.requests):
         if before + new:
-            truth = _make_request(
-                case, request_id, first_row, values, rope, norms, memory, rings.ring_ids[request_id], inputs
-            )
+            truth = make_truth(
+                case, request_id, first_row, rings.ring_ids[request_id],
+                seed=seed, rope=rope, norms=norms, memory=memory,
+            )  # fmt: skip
+            inputs.fill(truth, seed)
             memory.store(truth, before + new if written else before, case)
             rings.store(truth, case, written=written, generator=places)
             requests.append(truth)
         first_row += new
     inputs.prepare_queries(rope, norms, requests)
-    fp8 = (case.kv_dtype or case.dtype) == torch.float8_e4m3fn
+    k_scale, v_scale = (torch.tensor([s], dtype=torch.float32, device=device) for s in case.scales)
     cache = LayerCache(
         memory.k_pages,
         memory.v_pages,
         memory.block_keys,
         rings.ring,
         rings.ring_positions,
-        k_scale=_scale(case.k_scale, device) if fp8 else None,
-        v_scale=_scale(case.v_scale, device) if fp8 else None,
+        k_scale=k_scale if case.kv_is_fp8 else None,
+        v_scale=v_scale if case.kv_is_fp8 else None,
         layer_id=3,
     )
     return Step(
@@ -199,11 +133,6 @@ def make_step(case: StepCase, *, seed: int, device: torch.device | str = "cpu", 
         requests=requests,
         guards=[*memory.guards, rings.guard, *inputs.guards],
     )
-
-
-def randn(generator: torch.Generator, dtype: torch.dtype, *shape: int, std: float = 1.0) -> torch.Tensor:
-    """Normal numbers on the CPU, rounded to a dtype (float8 saturates)."""
-    return oracles.rounded(torch.randn(shape, generator=generator) * std, dtype).to(dtype)
 
 
 class _Inputs:
@@ -228,6 +157,20 @@ class _Inputs:
         self.guards.append(guard)
         return guard.view
 
+    def fill(self, truth: RequestTruth, seed: int) -> None:
+        """Put the projections of a request's rows in place; queries and gates are drawn row by row."""
+        case, before = self.case, truth.context_before
+        rows = slice(truth.first_row, truth.first_row + truth.new_rows)
+        own = case.request_seed(truth.request_id)
+        for row, position in truth.rows():
+            generator = stream(seed, own, 4, position)
+            self.q_gate[row] = randn(generator, case.dtype, case.q_heads, 2 * case.head_dim).to(self.device)
+            index_q = randn(generator, case.dtype, case.index_heads, case.index_head_dim).to(self.device)
+            self.index_qk[row, : case.index_heads] = index_q
+        self.index_qk[rows, case.index_heads] = truth.raw_index_keys[before:]
+        self.k[rows], self.v[rows] = truth.raw_k[before:], truth.raw_v[before:]
+        self.rope_positions[:, rows] = truth.rope_positions[:, before:]
+
     def prepare_queries(self, rope: RopeTable, norms: NormWeights, requests: list[RequestTruth]) -> None:
         """Fill q and index_q of live rows with what preparation makes of the projections, rounded as it rounds."""
         for request in requests:
@@ -248,86 +191,16 @@ class _Inputs:
         return oracles.rotate(normed, positions, rope.cos_sin, rope.mrope_section, self.case.dtype)
 
 
-def _make_request(
-    case: StepCase,
-    request_id: int,
-    first_row: int,
-    generator: torch.Generator,
-    rope: RopeTable,
-    norms: NormWeights,
-    memory: CacheMemory,
-    ring_id: int,
-    inputs: _Inputs,
-) -> RequestTruth:
-    before, new = case.requests[request_id]
-    tokens, device = before + new, inputs.device
-    raw_k = randn(generator, case.dtype, tokens, case.kv_heads, case.head_dim).to(device)
-    raw_v = randn(generator, case.dtype, tokens, case.kv_heads, case.head_dim).to(device)
-    raw_index_keys = randn(generator, case.dtype, tokens, case.index_head_dim).to(device)
-    positions = _rope_positions(case, tokens, generator).to(device)
-    rows = slice(first_row, first_row + new)
-    inputs.q_gate[rows] = randn(generator, case.dtype, new, case.q_heads, 2 * case.head_dim).to(device)
-    inputs.k[rows], inputs.v[rows] = raw_k[before:], raw_v[before:]
-    index_q = randn(generator, case.dtype, new, case.index_heads, case.index_head_dim).to(device)
-    inputs.index_qk[rows] = torch.cat([index_q, raw_index_keys[before:, None]], dim=1)
-    inputs.rope_positions[:, rows] = positions[:, before:]
-    table, section = rope.cos_sin, rope.mrope_section
-    k = oracles.rotate(
-        oracles.rms_norm(raw_k, norms.k_norm, norms.eps, case.dtype), positions, table, section, case.dtype
-    )
-    block_keys = oracles.pool_block_keys(
-        raw_index_keys, positions, norms.k_layernorm, norms.eps, table, section, case.block_tokens, case.dtype
-    )
-    kv_dtype = case.kv_dtype or case.dtype
-    fp8 = kv_dtype == torch.float8_e4m3fn
-    k_scale = float(_scale(case.k_scale, "cpu")) if fp8 else 1.0
-    v_scale = float(_scale(case.v_scale, "cpu")) if fp8 else 1.0
-    return RequestTruth(
-        request_id=request_id,
-        context_before=before,
-        new_rows=new,
-        first_row=first_row,
-        k=oracles.rounded(k / k_scale, kv_dtype) * k_scale,
-        v=oracles.rounded(raw_v.to(F64) / v_scale, kv_dtype) * v_scale,
-        block_keys=oracles.rounded(block_keys, case.index_dtype or case.dtype),
-        raw_k=raw_k,
-        raw_index_keys=raw_index_keys,
-        rope_positions=positions,
-        slot_ids=memory.token_slots(request_id, tokens),
-        block_slot_ids=memory.block_slots(request_id, tokens // case.block_tokens),
-        ring_id=ring_id,
-    )
-
-
-def _rope_positions(case: StepCase, tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """[3, N] positions that differ from token positions: shifted, and with three different axes under MRoPE."""
-    shift = int(torch.randint(1, 8, (), generator=generator))
-    time = torch.arange(shift, shift + tokens)
-    if not case.mrope:
-        return time.expand(3, -1).contiguous()
-    limit = _table_rows(case)
-    height, width = (torch.randint(0, limit, (tokens,), generator=generator) for _ in range(2))
-    return torch.stack([time, height, width])
-
-
-def _table_rows(case: StepCase) -> int:
-    return max(case.seq_lens, default=0) + 16
-
-
 def _rope_table(case: StepCase, device: torch.device | str) -> RopeTable:
     parameters = {"rope_type": "default", "rope_theta": 10_000.0}
     return RopeTable.build(
         parameters,
         rotary_dim=case.rotary_dim,
-        num_positions=_table_rows(case),
+        num_positions=case.rope_rows,
         mrope_section=case.mrope_section,
         dtype=case.rope_dtype,
         device=device,
     )
-
-
-def _scale(value: float, device: torch.device | str) -> torch.Tensor:
-    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def _plan(case: StepCase, memory: CacheMemory, ring_ids: list[int], device: torch.device | str) -> StepPlan:
