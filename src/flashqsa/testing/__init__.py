@@ -17,6 +17,7 @@ from flashqsa.testing.compare import (
     score_bounds,
     ulp_distance,
 )
+from flashqsa.testing.configs import tiny_config
 from flashqsa.testing.hostile import (
     Guarded,
     Snapshot,
@@ -57,5 +58,6 @@ __all__ = [
     "randn",
     "score_bounds",
     "snapshot",
+    "tiny_config",
     "ulp_distance",
 ]

@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-
 GRID = 64
 """Bound on the height and width positions of MRoPE tokens."""
 
