@@ -1,0 +1,109 @@
+"""`select_blocks`: checks and dispatch."""
+
+from __future__ import annotations
+
+import torch
+
+from flashqsa.backends import resolve_backend
+from flashqsa.cache.state import CACHE_DTYPES, LayerCache
+from flashqsa.checks import expect
+from flashqsa.errors import ArgumentError
+from flashqsa.plan import StepPlan
+from flashqsa.results import Selection
+from flashqsa.selection.plain import least_workspace_bytes, select_blocks_torch
+from flashqsa.selection.reference import select_blocks_reference
+
+MIB = 1 << 20
+DEFAULT_WORKSPACE_BYTES = {"cpu": 64 * MIB}
+OTHER_WORKSPACE_BYTES = 256 * MIB
+
+
+def select_blocks(
+    index_q: torch.Tensor,
+    cache: LayerCache,
+    plan: StepPlan,
+    *,
+    return_scores: bool = False,
+    out: Selection | None = None,
+    workspace_bytes: int | None = None,
+    backend: str = "auto",
+) -> Selection:
+    """Select the blocks that each row attends: the exact top-K of its scores, the lower id first on ties.
+
+    ``score[t, g] = sum over h of relu(index_q[t, h] . block_key[g])`` in fp32, over the blocks that row t sees.
+    A row that sees at most K blocks selects them all, without scoring. NaN scores rank below every number.
+
+    Args:
+        index_q: [T, Hi, Di] normalised and rotated index queries, a float dtype or float8_e4m3fn.
+        cache: Caches of the layer; only `block_keys` is read.
+        plan: The step.
+        return_scores: Also return the fp32 scores of the selected blocks, which merging needs.
+        out: Buffers to fill: a Selection whose tensors have the shapes of the result.
+        workspace_bytes: Budget for scores, 64 MiB on the CPU and 256 MiB elsewhere by default. Changes no result.
+        backend: "auto", "reference", "torch" or "triton".
+
+    Returns:
+        The selection; padding rows have count 0.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: A tensor does not fit the caches or the plan.
+        ArgumentError: The workspace is too small for one tile, or an option is unknown.
+        UnsupportedError: The named backend does not serve this device.
+
+    Source: transformers 5.24.0, Qwen4ExpTextQSAIndexer; ties by design (torch.topk leaves them open).
+    """
+    where = "select_blocks"
+    if cache.block_keys is None:
+        raise ArgumentError(f"{where}: cache must have block_keys, got None. Allocate them beside K and V.")
+    dims = {"T": plan.num_rows, "Di": cache.block_keys.shape[2]}
+    expect(
+        where, "index_q", index_q, "T Hi Di", dims, dtypes=CACHE_DTYPES, device=cache.device,
+        hint="One row of index queries a row of the plan.",
+    )  # fmt: skip
+    plan.check_cache(where, cache)
+    if workspace_bytes is None:
+        workspace_bytes = DEFAULT_WORKSPACE_BYTES.get(cache.device.type, OTHER_WORKSPACE_BYTES)
+    least = least_workspace_bytes(index_q.shape[1], index_q.shape[2], plan.topk_blocks)
+    if workspace_bytes < least:
+        raise ArgumentError(
+            f"{where}: workspace_bytes must be at least {least} for one tile of scores, got {workspace_bytes}."
+        )
+    result = _buffers(where, plan, cache, return_scores, out)
+    if resolve_backend(where, backend, cache.device) == "reference":
+        select_blocks_reference(index_q, cache, plan, result)
+    else:
+        select_blocks_torch(index_q, cache, plan, result, workspace_bytes=workspace_bytes)
+    return result
+
+
+def _buffers(
+    where: str, plan: StepPlan, cache: LayerCache, return_scores: bool, out: Selection | None
+) -> Selection:
+    """The selection to fill, with counts known and every id unset."""
+    rows, topk, device = plan.num_rows, plan.topk_blocks, cache.device
+    counts = plan.visible_blocks.clamp(max=topk)
+    if out is None:
+        return Selection(
+            block_ids=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
+            block_counts=counts,
+            scores=torch.full((rows, topk), -torch.inf, device=device) if return_scores else None,
+            visible_blocks=plan.visible_blocks.clone(),
+            request_ids=plan.request_ids.clone(),
+            layer_id=cache.layer_id,
+        )
+    if return_scores != (out.scores is not None):
+        raise ArgumentError(f"{where}: out must have scores exactly when return_scores is set, got {return_scores}.")
+    dims = {"T": rows, "K": topk}
+    expect(where, "out.block_ids", out.block_ids, "T K", dims, dtypes=(torch.int32,), device=device)
+    for name in ("block_counts", "visible_blocks", "request_ids"):
+        expect(where, f"out.{name}", getattr(out, name), "T", dims, dtypes=(torch.int32,), device=device)
+    if out.scores is not None:
+        expect(where, "out.scores", out.scores, "T K", dims, dtypes=(torch.float32,), device=device)
+        out.scores.fill_(-torch.inf)
+    out.block_ids.fill_(-1)
+    out.block_counts.copy_(counts)
+    out.visible_blocks.copy_(plan.visible_blocks)
+    out.request_ids.copy_(plan.request_ids)
+    return Selection(
+        out.block_ids, out.block_counts, out.scores, out.visible_blocks, out.request_ids, layer_id=cache.layer_id
+    )
