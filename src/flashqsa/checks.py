@@ -52,13 +52,17 @@ def expect(
         DeviceError: The device differs.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise DTypeError(f"{where}: {name} must be a torch.Tensor [{spec}], got {type(tensor).__name__}. {hint}".strip())
+        got = type(tensor).__name__
+        raise DTypeError(f"{where}: {name} must be a torch.Tensor [{spec}], got {got}. {hint or 'Pass a tensor.'}")
     letters = spec.split()
     shape = list(tensor.shape)
     wanted = [int(d) if d.isdigit() else dims.get(d) for d in letters]
     if len(shape) != len(letters) or any(w is not None and w != s for w, s in zip(wanted, shape, strict=True)):
         known = ", ".join(d if w is None else str(w) for d, w in zip(letters, wanted, strict=True))
-        raise ShapeError(f"{where}: {name} must be [{', '.join(letters)}] = [{known}], got {shape}. {hint}".strip())
+        raise ShapeError(
+            f"{where}: {name} must be [{', '.join(letters)}] = [{known}], got {shape}. "
+            f"{hint or f'Pass {name} in that shape.'}"
+        )
     for letter, size in zip(letters, shape, strict=True):
         if not letter.isdigit():
             dims.setdefault(letter, size)

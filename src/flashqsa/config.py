@@ -32,6 +32,17 @@ INDEXER_FIELDS = (
     "indexer_compress_ratio",
 )
 
+POSITIVE_FIELDS = (
+    "hidden_size",
+    "q_heads",
+    "kv_heads",
+    "head_dim",
+    "index_heads",
+    "index_head_dim",
+    "budget_tokens",
+    "block_tokens",
+)
+
 
 @dataclass(frozen=True)
 class QSAConfig:
@@ -72,11 +83,12 @@ class QSAConfig:
     qsa_layer_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size q_heads kv_heads head_dim index_heads index_head_dim budget_tokens block_tokens".split()
-        ):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"QSAConfig: {name} must be positive, got {getattr(self, name)}. Check the checkpoint.")
+        for name in POSITIVE_FIELDS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value <= 0:
+                raise ConfigError(
+                    f"QSAConfig: {name} must be a positive whole number, got {value!r}. Check the checkpoint."
+                )
         if self.q_heads % self.kv_heads:
             raise ConfigError(
                 f"QSAConfig: q_heads must be a multiple of kv_heads, got {self.q_heads} and {self.kv_heads}. "
@@ -122,14 +134,16 @@ class QSAConfig:
         file = Path(path) / "config.json"
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise ConfigError(
                 f"from_checkpoint: path must hold a config.json, got {path}. Pass the checkpoint's folder."
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"from_checkpoint: {file} must be JSON, got {error}. Fetch the file again.") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"from_checkpoint: {file} must hold a JSON object, got {type(values).__name__}.")
+            raise ConfigError(
+                f"from_checkpoint: {file} must hold a JSON object, got {type(values).__name__}. Fetch the file again."
+            )
         return cls.from_dict(values)
 
     @classmethod
@@ -156,7 +170,7 @@ class QSAConfig:
                 "Full-attention layers without an indexer are dense; there is nothing for QSA to do."
             )
         rope = _rope_parameters(text)
-        head_dim = text.get("head_dim") or _need(text, "hidden_size") // _need(text, "num_attention_heads")
+        head_dim = _need(text, "head_dim")  # the model's default is no quotient of other fields
         section = rope.get("mrope_section") or DEFAULT_MROPE_SECTION
         return cls(
             hidden_size=_need(text, "hidden_size"),
@@ -171,7 +185,7 @@ class QSAConfig:
             mrope_section=tuple(section),
             rope_parameters=rope,
             norm_eps=text.get("rms_norm_eps", 1e-6),
-            max_positions=text.get("max_position_embeddings", 262_144),
+            max_positions=_need(text, "max_position_embeddings"),
             attention_bias=bool(text.get("attention_bias", False)),
             qsa_layer_ids=_qsa_layer_ids(text, layer_types),
         )
@@ -212,7 +226,13 @@ def _indexer_is_configured(text: Mapping[str, Any]) -> bool:
 
 def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """Rope parameters with `partial_rotary_factor` and `rope_theta` from either place a config may keep them."""
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    rope, scaling = (dict(text.get(name) or {}) for name in ("rope_parameters", "rope_scaling"))
+    if rope and scaling and rope != scaling:
+        raise ConfigError(
+            f"QSAConfig: rope_scaling must not differ from rope_parameters, got {scaling} and {rope}. "
+            "Keep one of them; they are two names of the same thing."
+        )
+    rope = rope or scaling
     rope.setdefault("rope_type", rope.pop("type", "default"))
     for name, default in (("partial_rotary_factor", 1.0), ("rope_theta", None)):
         outer = text.get(name)
@@ -225,11 +245,14 @@ def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
             rope[name] = outer if outer is not None else default
     if rope["rope_theta"] is None:
         raise ConfigError("QSAConfig: rope_theta must be set, got none. Give it in rope_parameters.")
+    if rope["rope_type"] in ("llama3", "yarn"):
+        trained = text.get("original_max_position_embeddings") or _need(text, "max_position_embeddings")
+        rope.setdefault("original_max_position_embeddings", trained)
     return rope
 
 
 def _qsa_layer_ids(text: Mapping[str, Any], layer_types: list[str] | None) -> tuple[int, ...]:
     if layer_types is None:
         interval = text.get("full_attention_interval", 4)
-        return tuple(i for i in range(text.get("num_hidden_layers", 0)) if (i + 1) % interval == 0)
+        return tuple(i for i in range(_need(text, "num_hidden_layers")) if (i + 1) % interval == 0)
     return tuple(i for i, name in enumerate(layer_types) if name in QSA_LAYER_TYPES)

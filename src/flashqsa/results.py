@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashqsa.checks import expect, values_are_checked
 from flashqsa.errors import ArgumentError
 
 
@@ -52,10 +53,15 @@ class Selection:
             rows: [N] int64 or int32 row numbers in [0, T).
 
         Raises:
-            ArgumentError: A row number is out of range (checked on the CPU).
+            ShapeError, DTypeError, DeviceError: Rows are no list of numbers (a mask, say), or live elsewhere.
+            ArgumentError: A row number is out of range (read on the CPU, or with FLASHQSA_DEBUG=1).
         """
+        expect(
+            "Selection.take", "rows", rows, "N", {}, dtypes=(torch.int64, torch.int32), device=self.block_ids.device,
+            hint="Pass row numbers; mask.nonzero().flatten() turns a mask into them.",
+        )  # fmt: skip
         num_rows = self.block_ids.shape[0]
-        if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+        if values_are_checked(rows.device) and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
             raise ArgumentError(
                 f"Selection.take: rows must be in [0, {num_rows}), got {int(rows.min())} to {int(rows.max())}. "
                 "Pass row numbers of the step that made the selection."

@@ -128,10 +128,10 @@ def inverse_frequencies(
     """Angle per position of each frequency, [rotary_dim / 2] fp32, and the factor on cosines and sines."""
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     check_rope_type(rope_type)
-    theta = float(parameters["rope_theta"])
+    theta = _number(parameters, rope_type, "rope_theta")
     periods = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     if rope_type == "linear":
-        return 1.0 / periods / float(parameters["factor"]), 1.0
+        return 1.0 / periods / _number(parameters, rope_type, "factor"), 1.0
     if rope_type == "llama3":
         return _llama3_frequencies(1.0 / periods, parameters), 1.0
     if rope_type == "yarn":
@@ -139,10 +139,22 @@ def inverse_frequencies(
     return 1.0 / periods, 1.0
 
 
+def _number(parameters: Mapping[str, Any], rope_type: str, name: str) -> float:
+    """A parameter that the rope type cannot do without."""
+    if parameters.get(name) is None:
+        raise ConfigError(
+            f"rope_parameters: {name} must be set for rope_type {rope_type!r}, got none. "
+            "Use the rope_parameters of the checkpoint."
+        )
+    return float(parameters[name])
+
+
 def _llama3_frequencies(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
     """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
-    factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(parameters["original_max_position_embeddings"])
+    factor, low, high = (
+        _number(parameters, "llama3", name) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    original = _number(parameters, "llama3", "original_max_position_embeddings")
     wavelengths = 2 * math.pi / frequencies
     share = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     blended = (1 - share) * frequencies / factor + share * frequencies
@@ -154,7 +166,7 @@ def _yarn_frequencies(
     periods: torch.Tensor, parameters: Mapping[str, Any], theta: float, rotary_dim: int, max_positions: int | None
 ) -> tuple[torch.Tensor, float]:
     """Yarn: fast frequencies as trained, slow ones divided by the factor, a linear ramp between."""
-    original = float(parameters["original_max_position_embeddings"])
+    original = _number(parameters, "yarn", "original_max_position_embeddings")
     factor = parameters.get("factor")
     if factor is None:
         if max_positions is None:

@@ -22,7 +22,7 @@ def ring_capacity(block_tokens: int, speculative_rows: int = 0) -> int:
     if block_tokens < 1 or speculative_rows < 0:
         raise ArgumentError(
             f"ring_capacity: block_tokens must be >= 1 and speculative_rows >= 0, got {block_tokens} and "
-            f"{speculative_rows}."
+            f"{speculative_rows}. Count the tokens of a block and the draft rows of a step."
         )
     return -(-(block_tokens + speculative_rows) // block_tokens) * block_tokens
 

@@ -40,12 +40,14 @@ class LayerCache:
     layer_id: int | None = None
 
     def __post_init__(self) -> None:
-        where, dims, device = "LayerCache", {}, self.k_pages.device
+        where, device = "LayerCache", self.k_pages.device
+        dims: dict[str, int] = {}
         expect(where, "k_pages", self.k_pages, "P page_tokens Hkv D", dims, dtypes=CACHE_DTYPES)
         expect(where, "v_pages", self.v_pages, "P page_tokens Hkv D", dims, dtypes=CACHE_DTYPES, device=device)
         if self.v_pages.dtype != self.k_pages.dtype:
             raise DTypeError(
-                f"{where}: v_pages must have the dtype of k_pages, {self.k_pages.dtype}, got {self.v_pages.dtype}."
+                f"{where}: v_pages must have the dtype of k_pages, {self.k_pages.dtype}, got {self.v_pages.dtype}. "
+                "Allocate both alike."
             )
         if self.block_keys is not None:
             expect(

@@ -13,9 +13,19 @@ from flashqsa.plan.values import check_plan_values, check_step_values
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 REFILLED = (
-    "query_starts seq_lens page_table first_slots first_block_slots ring_ids request_ids positions visible_blocks "
-    "slot_ids closed_block_slot_ids ring_slot_ids"
-).split()
+    "query_starts",
+    "seq_lens",
+    "page_table",
+    "first_slots",
+    "first_block_slots",
+    "ring_ids",
+    "request_ids",
+    "positions",
+    "visible_blocks",
+    "slot_ids",
+    "closed_block_slot_ids",
+    "ring_slot_ids",
+)
 
 
 def plan_step(
@@ -71,7 +81,6 @@ def plan_step(
     dims: dict[str, int] = {}
     expect(where, "seq_lens", seq_lens, "R", dims, dtypes=INT32)
     device = seq_lens.device
-    dims["R + 1"] = dims["R"] + 1
     _expect_starts(where, query_starts, dims["R"], device)
     _check_numbers(where, block_tokens, topk_blocks, max_query_len, max_seq_len, speculative_rows)
     _check_addressing(where, dims, page_table, page_tokens, first_slots, first_block_slots, block_tokens, device)
@@ -160,7 +169,7 @@ def _check_numbers(
         ("speculative_rows", speculative_rows, 0),
     ):
         if value < least:
-            raise ArgumentError(f"{where}: {name} must be at least {least}, got {value}.")
+            raise ArgumentError(f"{where}: {name} must be at least {least}, got {value}. Count again.")
 
 
 def _check_addressing(
@@ -206,7 +215,8 @@ def _check_ring(
     if ring_tokens is None or ring_tokens < needed or ring_tokens % block_tokens:
         raise ArgumentError(
             f"{where}: ring_tokens must be a multiple of block_tokens = {block_tokens} and at least {needed} for "
-            f"{speculative_rows} speculative rows, got {ring_tokens}. Use ring_capacity(block_tokens, speculative_rows)."
+            f"{speculative_rows} speculative rows, got {ring_tokens}. "
+            "Use ring_capacity(block_tokens, speculative_rows)."
         )
 
 
@@ -240,7 +250,7 @@ def _row_tensors(
         positions = torch.where(live, positions, -1)
     closes = live & ((positions + 1) % block_tokens == 0)
     block_ids = positions // block_tokens
-    if not num_rows or seq_lens.shape[0] == 0:
+    if not num_rows or seq_lens.shape[0] == 0 or (page_table is not None and page_table.shape[1] == 0):
         slots = block_slots = torch.full_like(positions, -1)
     elif page_table is not None:
         assert page_tokens is not None
@@ -251,7 +261,8 @@ def _row_tensors(
         page_blocks = page_tokens // block_tokens
         block_slots = torch.where(closes & live_page, page * page_blocks + block_ids % page_blocks, -1)
     else:
-        assert first_slots is not None and first_block_slots is not None
+        assert first_slots is not None
+        assert first_block_slots is not None
         slots = torch.where(live, first_slots[requests] + positions, -1)
         block_slots = torch.where(closes, first_block_slots[requests] + block_ids, -1)
     ring_slots = torch.full_like(positions, -1)
@@ -275,15 +286,18 @@ def _refill(where: str, out: StepPlan, plan: StepPlan) -> StepPlan:
     for name in REFILLED:
         target, source = getattr(out, name), getattr(plan, name)
         if (target is None) != (source is None) or (target is not None and target.shape != source.shape):
+            old, new = (None if x is None else list(x.shape) for x in (target, source))
             raise ArgumentError(
-                f"{where}: out must have {name} of the same shape, got "
-                f"{None if target is None else list(target.shape)} for {None if source is None else list(source.shape)}. "
+                f"{where}: out must have {name} of the same shape, got {old} for {new}. "
                 "Refill a plan with the shapes that it was made with."
             )
         pairs.append((target, source))
     for name in ("page_tokens", "block_tokens", "topk_blocks", "ring_tokens"):
         if getattr(out, name) != getattr(plan, name):
-            raise ArgumentError(f"{where}: out must have {name} = {getattr(plan, name)}, got {getattr(out, name)}.")
+            raise ArgumentError(
+                f"{where}: out must have {name} = {getattr(plan, name)}, got {getattr(out, name)}. "
+                "Make a plan for each pool and model."
+            )
     for name in ("max_query_len", "max_seq_len"):
         if getattr(plan, name) > getattr(out, name):
             raise ArgumentError(

@@ -84,7 +84,7 @@ class StepPlan:
     max_seq_len: int
     num_pages: int | None = None
     ring_tokens: int | None = None
-    _row_groups: list[RowGroup] | None = field(default=None, repr=False)
+    _row_groups: list[RowGroup] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def from_tensors(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from flashqsa.errors import ArgumentError
@@ -28,7 +30,7 @@ def check_step_values(
         ArgumentError: Naming the argument, the rule, the value and what to do.
     """
     starts, lens = query_starts.tolist(), seq_lens.tolist()
-    if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
+    if starts[0] != 0 or any(b < a for a, b in itertools.pairwise(starts)):
         raise ArgumentError(
             f"{where}: query_starts must rise from 0, got {starts}. Pass the running sum of rows a request."
         )
@@ -105,34 +107,43 @@ def _check_pages(
 
 
 def check_plan_values(where: str, plan: StepPlan) -> None:
-    """Check the rows of a plan: consecutive positions, counts that fit, and no slot written twice.
+    """Check the rows of a plan: where query_starts has them, consecutive, counts that fit, no slot written twice.
 
     Raises:
         ArgumentError: As `check_step_values`.
     """
-    lens = plan.seq_lens.tolist()
+    lens, starts = plan.seq_lens.tolist(), plan.query_starts.tolist()
     for group in plan.row_groups():
         if not 0 <= group.request_id < len(lens):
             raise ArgumentError(
                 f"{where}: request_ids must be in [0, {len(lens)}) or -1, got {group.request_id} in row "
-                f"{group.first_row}."
+                f"{group.first_row}. Number requests as seq_lens does."
+            )
+        if (group.first_row, group.end_row) != (starts[group.request_id], starts[group.request_id + 1]):
+            raise ArgumentError(
+                f"{where}: request_ids must agree with query_starts, got request {group.request_id} in rows "
+                f"{group.first_row} to {group.end_row - 1} and query_starts {starts}. "
+                "Rows of a request are consecutive."
             )
         expected = torch.arange(group.first_position, group.end_position, device=plan.device)
         if group.first_position < 0 or not torch.equal(plan.positions[group.first_row : group.end_row], expected):
             raise ArgumentError(
                 f"{where}: positions must rise by one within a request, got "
-                f"{plan.positions[group.first_row : group.end_row].tolist()[:8]} for request {group.request_id}."
+                f"{plan.positions[group.first_row : group.end_row].tolist()[:8]} for request {group.request_id}. "
+                "Pack the rows of a request in the order of its tokens."
             )
         if group.end_position != lens[group.request_id]:
             raise ArgumentError(
-                f"{where}: the rows of a request must be its last tokens, got position {group.end_position - 1} as the "
-                f"last of request {group.request_id} with seq_lens {lens[group.request_id]}."
+                f"{where}: the rows of a request must be its last tokens, got position {group.end_position - 1} "
+                f"as the last of request {group.request_id} with seq_lens {lens[group.request_id]}. "
+                "Pass lengths after the step."
             )
     seen = (plan.positions + 1) // plan.block_tokens
     if bool(((plan.visible_blocks < 0) | (plan.visible_blocks > seen.clamp(min=0))).any()):
         raise ArgumentError(
             f"{where}: visible_blocks must be in [0, (position + 1) // block_tokens], got "
-            f"{plan.visible_blocks.tolist()[:8]} at positions {plan.positions.tolist()[:8]}."
+            f"{plan.visible_blocks.tolist()[:8]} at positions {plan.positions.tolist()[:8]}. "
+            "Count complete blocks only."
         )
     for name in ("slot_ids", "closed_block_slot_ids", "ring_slot_ids"):
         slots = getattr(plan, name)
