@@ -1,0 +1,200 @@
+"""`attend` and `attend_tokens`: checks and dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flashqsa.attention.gating import gate_output
+from flashqsa.attention.plain import attend_rows_torch
+from flashqsa.attention.reference import attend_rows_reference, row_tokens_reference
+from flashqsa.attention.tiles import RowTokens
+from flashqsa.attention.values import check_selection_values, check_token_values
+from flashqsa.backends import resolve_backend
+from flashqsa.cache.state import LayerCache
+from flashqsa.checks import FLOAT_DTYPES, expect, values_are_checked
+from flashqsa.errors import SelectionError, ShapeError
+from flashqsa.plan import RowGroup, StepPlan
+from flashqsa.results import Selection
+
+Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def attend(
+    q: torch.Tensor,
+    cache: LayerCache,
+    selection: Selection,
+    plan: StepPlan,
+    *,
+    gate: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    include_tail: bool = True,
+    row_exact: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """Attend each row's selected blocks and its tail, exactly those tokens, with grouped queries.
+
+    The tail of a row are the tokens from ``selection.visible_blocks * block_tokens`` to its own: 0 to r - 1 of them for
+    a fresh selection, more for a reused one.
+
+    Args:
+        q: [T, Hq, D] normed and rotated queries; Hq is a multiple of the cache's KV heads.
+        cache: Caches of the layer; K and V are read.
+        selection: What each row attends, row for row of the plan.
+        plan: The step.
+        gate: [T, Hq, D] gate logits: the output is rounded to the dtype of q, then multiplied by their sigmoid in fp32.
+        softmax_scale: ``D ** -0.5`` by default.
+        include_tail: False on a shard of the tokens that does not own the tail.
+        row_exact: Attend every row alone, so that it equals its decode form bit for bit. Slower.
+        out_dtype: Dtype of the output, the dtype of q by default; float32 for partial outputs.
+        return_lse: Also return the natural-log sum of exponentials.
+        out: [T, Hq, D] buffer of `out_dtype`.
+        backend: "auto", "reference", "torch" or "triton".
+
+    Returns:
+        Output [T, Hq, D], or (output, lse [T, Hq] fp32). Rows without a token: output 0, lse -inf, nothing read.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: A tensor does not fit the caches or the plan.
+        SelectionError: The selection is of another layer, or its ids do not fit the rows.
+        UnsupportedError: The named backend does not serve this device.
+
+    Source: transformers 5.24.0, Qwen4ExpTextAttention.
+    """
+    where = "attend"
+    _check_q(where, q, cache, plan, gate)
+    dims = {"T": plan.num_rows}
+    expect(where, "selection.block_ids", selection.block_ids, "T K", dims, dtypes=(torch.int32,), device=cache.device,
+           hint="Select with this plan, or take() the rows that remain.")  # fmt: skip
+    for name in ("block_counts", "visible_blocks"):
+        expect(where, f"selection.{name}", getattr(selection, name), "T", dims, dtypes=(torch.int32,),
+               device=cache.device)  # fmt: skip
+    if None not in (selection.layer_id, cache.layer_id) and selection.layer_id != cache.layer_id:
+        raise SelectionError(
+            f"{where}: selection must be of layer {cache.layer_id}, like the cache, got layer {selection.layer_id}. "
+            "Select with this layer's index keys."
+        )
+    if values_are_checked(cache.device):
+        check_selection_values(where, selection, plan)
+    r = plan.block_tokens
+
+    def row_tokens(row: int) -> list[int]:
+        block_ids = selection.block_ids[row, : int(selection.block_counts[row])].tolist()
+        tail_start = int(selection.visible_blocks[row]) * r
+        return row_tokens_reference(block_ids, tail_start, int(plan.positions[row]), r, include_tail)
+
+    def group_tokens(group: RowGroup) -> RowTokens:
+        rows = slice(group.first_row, group.end_row)
+        tail_starts = selection.visible_blocks[rows].to(torch.int64) * r if include_tail else None
+        return RowTokens(selection.block_ids[rows], selection.block_counts[rows], r, tail_starts, plan.positions[rows])
+
+    return _attend_rows(
+        where, q, cache, plan, row_tokens, group_tokens, gate=gate, softmax_scale=softmax_scale, row_exact=row_exact,
+        out_dtype=out_dtype, return_lse=return_lse, out=out, backend=backend,
+    )  # fmt: skip
+
+
+def attend_tokens(
+    q: torch.Tensor,
+    cache: LayerCache,
+    token_ids: torch.Tensor,
+    plan: StepPlan,
+    *,
+    gate: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    row_exact: bool = False,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """The same over token lists that the caller made, as `expand_tokens` lays them out.
+
+    Args:
+        q: [T, Hq, D] queries.
+        cache: Caches of the layer.
+        token_ids: [T, W + 1] int32 logical tokens in any order, each at most once; the last column is the number of
+            valid ids, the rest is never read.
+        plan: The step.
+        gate: As in `attend`, like the other arguments.
+        softmax_scale: As in `attend`.
+        row_exact: As in `attend`.
+        out_dtype: As in `attend`.
+        return_lse: As in `attend`.
+        out: As in `attend`.
+        backend: As in `attend`.
+
+    Returns:
+        As `attend`.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, UnsupportedError: As in `attend`.
+        ArgumentError: An id is invalid, not yet visible, or given twice (read on the CPU, or with FLASHQSA_DEBUG=1).
+    """
+    where = "attend_tokens"
+    _check_q(where, q, cache, plan, gate)
+    dims = {"T": plan.num_rows}
+    expect(where, "token_ids", token_ids, "T W+1", dims, dtypes=(torch.int32,), device=cache.device)
+    if dims["W+1"] < 1:
+        raise ShapeError(f"{where}: token_ids must have at least the column of counts, got {list(token_ids.shape)}.")
+    if values_are_checked(cache.device):
+        check_token_values(where, token_ids, plan)
+
+    def row_tokens(row: int) -> list[int]:
+        return [int(token) for token in token_ids[row, : int(token_ids[row, -1])]]
+
+    def group_tokens(group: RowGroup) -> RowTokens:
+        rows = slice(group.first_row, group.end_row)
+        return RowTokens(token_ids[rows, :-1], token_ids[rows, -1], 1, None, plan.positions[rows])
+
+    return _attend_rows(
+        where, q, cache, plan, row_tokens, group_tokens, gate=gate, softmax_scale=softmax_scale, row_exact=row_exact,
+        out_dtype=out_dtype, return_lse=return_lse, out=out, backend=backend,
+    )  # fmt: skip
+
+
+def _check_q(where: str, q: torch.Tensor, cache: LayerCache, plan: StepPlan, gate: torch.Tensor | None) -> None:
+    dims = {"T": plan.num_rows, "D": cache.head_dim}
+    expect(where, "q", q, "T Hq D", dims, dtypes=FLOAT_DTYPES, device=cache.device,
+           hint="One row of queries a row of the plan.")  # fmt: skip
+    if q.shape[1] % cache.kv_heads:
+        raise ShapeError(f"{where}: q must have a multiple of {cache.kv_heads} KV heads, got {q.shape[1]} query heads.")
+    if gate is not None:
+        expect(where, "gate", gate, "T Hq D", dims, dtypes=FLOAT_DTYPES, device=cache.device,
+               hint="Pass the gate half of q_proj.")  # fmt: skip
+    plan.check_cache(where, cache)
+
+
+def _attend_rows(
+    where: str,
+    q: torch.Tensor,
+    cache: LayerCache,
+    plan: StepPlan,
+    row_tokens: Callable[[int], list[int]],
+    group_tokens: Callable[[RowGroup], RowTokens],
+    *,
+    gate: torch.Tensor | None,
+    softmax_scale: float | None,
+    row_exact: bool,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    backend: str,
+) -> Attended:
+    out_dtype = out_dtype or (out.dtype if out is not None else q.dtype)
+    scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    if out is not None:
+        dims = {"T": q.shape[0], "Hq": q.shape[1], "D": q.shape[2]}
+        expect(where, "out", out, "T Hq D", dims, dtypes=(out_dtype,), device=q.device)
+    if resolve_backend("attend", backend, cache.device) == "reference":
+        attended, lse = attend_rows_reference(q, cache, plan, row_tokens, scale)
+    else:
+        attended, lse = attend_rows_torch(q, cache, plan, group_tokens, scale, row_exact=row_exact)
+    result = gate_output(attended, gate, q.dtype, out_dtype)
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result

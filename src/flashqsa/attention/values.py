@@ -1,0 +1,75 @@
+"""Value checks of what a caller asks to attend, read on the host where that is allowed."""
+
+from __future__ import annotations
+
+import torch
+
+from flashqsa.errors import ArgumentError, SelectionError
+from flashqsa.plan import StepPlan
+from flashqsa.results import Selection
+
+
+def check_selection_values(where: str, selection: Selection, plan: StepPlan) -> None:
+    """Counts within K, ids ascending and among the blocks that the row could see.
+
+    Raises:
+        SelectionError: Naming the first row that breaks a rule.
+    """
+    live = plan.request_ids >= 0
+    ids, counts, visible = selection.block_ids, selection.block_counts, selection.visible_blocks
+    topk = ids.shape[1]
+    seen = (plan.positions + 1) // plan.block_tokens
+    _refuse(
+        where, live & ((visible < 0) | (visible > seen)), "visible_blocks",
+        "at most the complete blocks of the row", visible,
+    )  # fmt: skip
+    _refuse(where, live & ((counts < 0) | (counts > topk)), "block_counts", f"in [0, {topk}]", counts)
+    valid = live[:, None] & (torch.arange(topk, device=ids.device)[None] < counts[:, None])
+    outside = valid & ((ids < 0) | (ids >= visible[:, None]))
+    _refuse(where, outside.any(dim=1), "block_ids", "in [0, visible_blocks) up to the count", ids)
+    falls = valid[:, 1:] & (ids[:, 1:] <= ids[:, :-1])
+    _refuse(where, falls.any(dim=1), "block_ids", "ascending and unique in a row", ids)
+
+
+def _refuse(where: str, bad: torch.Tensor, name: str, rule: str, values: torch.Tensor) -> None:
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0, 0])
+        shown = values[row].tolist()
+        shown = shown if isinstance(shown, int) else f"{shown[:8]}..."
+        raise SelectionError(
+            f"{where}: selection.{name} must be {rule}, got {shown} in row {row}. "
+            "Use the selection of these rows, in their order."
+        )
+
+
+def check_token_values(where: str, token_ids: torch.Tensor, plan: StepPlan) -> None:
+    """Counts within the width; ids valid, visible and unique up to the count.
+
+    Raises:
+        ArgumentError: Naming the first row that breaks a rule.
+    """
+    live = plan.request_ids >= 0
+    ids, counts = token_ids[:, :-1], token_ids[:, -1]
+    width = ids.shape[1]
+    wrong = live & ((counts < 0) | (counts > width))
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0, 0])
+        raise ArgumentError(
+            f"{where}: token_ids must hold a count in [0, {width}] in its last column, got {int(counts[row])} in row "
+            f"{row}. Lay the list out as expand_tokens does."
+        )
+    valid = live[:, None] & (torch.arange(width, device=ids.device)[None] < counts[:, None])
+    outside = valid & ((ids < 0) | (ids > plan.positions[:, None]))
+    if bool(outside.any()):
+        row, column = (int(x) for x in outside.nonzero()[0])
+        raise ArgumentError(
+            f"{where}: token_ids must be in [0, position of the row] up to the count, got {int(ids[row, column])} at "
+            f"row {row} with position {int(plan.positions[row])}. A row attends itself and its past."
+        )
+    ordered = torch.where(valid, ids, torch.arange(-width, 0, device=ids.device)[None]).sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+    if bool(twice.any()):
+        row = int(twice.nonzero()[0, 0])
+        raise ArgumentError(
+            f"{where}: token_ids must name each token once, got one twice in row {row}. Remove the duplicate."
+        )
