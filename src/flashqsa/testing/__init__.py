@@ -30,11 +30,10 @@ from flashqsa.testing.hostile import (
     snapshot,
 )
 from flashqsa.testing.steps import Step, make_step
-from flashqsa.testing.truth import NormWeights, RequestTruth, randn
+from flashqsa.testing.truth import RequestTruth, randn, stream
 
 __all__ = [
     "Guarded",
-    "NormWeights",
     "RequestTruth",
     "Snapshot",
     "Step",
@@ -58,6 +57,7 @@ __all__ = [
     "randn",
     "score_bounds",
     "snapshot",
+    "stream",
     "tiny_config",
     "ulp_distance",
 ]

@@ -8,12 +8,15 @@ import torch
 
 from flashqsa.cache.state import LayerCache
 from flashqsa.plan import StepPlan, plan_step
+from flashqsa.preparation.weights import NormWeights
 from flashqsa.rope import RopeTable
 from flashqsa.testing import oracles
 from flashqsa.testing.cases import StepCase
 from flashqsa.testing.hostile import Guarded, guarded
 from flashqsa.testing.memory import CacheMemory, make_cache_memory, make_ring_memory
-from flashqsa.testing.truth import NormWeights, RequestTruth, make_truth, randn, stream
+from flashqsa.testing.truth import RequestTruth, make_truth, randn, stream
+
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,8 @@ def make_step(case: StepCase, *, seed: int, device: torch.device | str = "cpu", 
     weights, places = stream(seed), stream(seed, 0)
     rope = _rope_table(case, device)
     widths = (case.head_dim, case.head_dim, case.index_head_dim, case.index_head_dim)
-    q_norm, k_norm, q_layernorm, k_layernorm = (randn(weights, case.dtype, n, std=0.2).to(device) for n in widths)
-    norms = NormWeights(q_norm, k_norm, q_layernorm, k_layernorm)
+    q, k, index_q, index_k = (randn(weights, case.dtype, n, std=0.2).to(device) for n in widths)
+    norms = NormWeights(q=q, k=k, index_q=index_q, index_k=index_k, eps=NORM_EPS)
     memory = make_cache_memory(case, generator=places, device=device)
     rings = make_ring_memory(case, generator=places, device=device)
     inputs = _Inputs(case, device)
@@ -180,8 +183,8 @@ class _Inputs:
             positions = request.rope_positions[:, request.context_before :]
             q = self.q_gate[rows, :, : self.case.head_dim]
             index_q = self.index_qk[rows, : self.case.index_heads]
-            self.q[rows] = self._prepared(q, norms.q_norm, norms, positions, rope).to(self.q.dtype)
-            index = self._prepared(index_q, norms.q_layernorm, norms, positions, rope)
+            self.q[rows] = self._prepared(q, norms.q, norms, positions, rope).to(self.q.dtype)
+            index = self._prepared(index_q, norms.index_q, norms, positions, rope)
             self.index_q[rows] = oracles.rounded(index, self.index_q.dtype).to(self.index_q.dtype)
 
     def _prepared(

@@ -7,31 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from flashqsa.preparation.weights import NormWeights
 from flashqsa.rope import RopeTable
 from flashqsa.testing import oracles
 from flashqsa.testing.cases import GRID, StepCase
 from flashqsa.testing.memory import CacheMemory
-
-NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class NormWeights:
-    """Weights of the four norms, in the model dtype, and their epsilon.
-
-    Attributes:
-        q_norm: [D] weight on attention queries.
-        k_norm: [D] weight on attention keys.
-        q_layernorm: [Di] weight on index queries.
-        k_layernorm: [Di] weight on pooled index keys.
-        eps: Epsilon of all four.
-    """
-
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
-    q_layernorm: torch.Tensor
-    k_layernorm: torch.Tensor
-    eps: float = NORM_EPS
 
 
 @dataclass(frozen=True)
@@ -125,10 +105,10 @@ def make_truth(
     raw_index_keys = _token_values(stream(seed, own, 2), case.dtype, tokens, case.index_head_dim).to(device)
     positions = _rope_positions(case, tokens, stream(seed, own, 3)).to(device)
     table, section = rope.cos_sin, rope.mrope_section
-    normed = oracles.rms_norm(raw_k, norms.k_norm, norms.eps, case.dtype)
+    normed = oracles.rms_norm(raw_k, norms.k, norms.eps, case.dtype)
     k = oracles.rotate(normed, positions, table, section, case.dtype)
     block_keys = oracles.pool_block_keys(
-        raw_index_keys, positions, norms.k_layernorm, norms.eps, table, section, case.block_tokens, case.dtype
+        raw_index_keys, positions, norms.index_k, norms.eps, table, section, case.block_tokens, case.dtype
     )
     kv_dtype, (k_scale, v_scale) = case.kv_dtype or case.dtype, case.scales
     return RequestTruth(
