@@ -307,5 +307,5 @@ def _refill(where: str, out: StepPlan, plan: StepPlan) -> StepPlan:
     for target, source in pairs:
         if target is not None and target is not source:
             target.copy_(source)
-    out._row_groups = None
+    out.forget_host_copies()
     return out

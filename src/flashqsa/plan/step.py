@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from flashqsa.cache.state import LayerCache
-from flashqsa.errors import ArgumentError, ShapeError
+from flashqsa.checks import values_are_checked
+from flashqsa.errors import ArgumentError, DeviceError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -215,15 +216,73 @@ class StepPlan:
         pages = self.page_table[request_id][block_ids // page_blocks].to(torch.int64)
         return pages * page_blocks + block_ids % page_blocks
 
+    def forget_host_copies(self) -> None:
+        """Drop what was read to the host; called when the tensors are refilled."""
+        self._row_groups = self._end_slots = None
+
+    def end_slots(self) -> tuple[int, int]:
+        """One past the last slot and block slot that this step may touch. Read from the device once, then kept."""
+        if self._end_slots is None:
+            live = self.seq_lens > 0
+            ends = block_ends = torch.zeros(1, dtype=torch.int64, device=self.device)
+            if self.page_table is None:
+                assert self.first_slots is not None
+                assert self.first_block_slots is not None
+                ends = torch.where(live, self.first_slots + self.seq_lens, 0)
+                block_ends = torch.where(live, self.first_block_slots + self.seq_lens // self.block_tokens, 0)
+            elif self.page_table.numel():
+                assert self.page_tokens is not None
+                width = min(self.page_table.shape[1], -(-self.max_seq_len // self.page_tokens))
+                used = torch.arange(width, device=self.device)[None] * self.page_tokens < self.seq_lens[:, None]
+                page_ends = torch.where(used, self.page_table[:, :width].to(torch.int64) + 1, 0)
+                ends = page_ends * self.page_tokens
+                block_ends = ends // self.block_tokens
+            last_slot = max(
+                int(ends.max()) if ends.numel() else 0, int(self.slot_ids.max()) + 1 if self.num_rows else 0
+            )
+            last_block = max(
+                int(block_ends.max()) if block_ends.numel() else 0,
+                int(self.closed_block_slot_ids.max()) + 1 if self.num_rows else 0,
+            )
+            self._end_slots = (last_slot, last_block)
+        return self._end_slots
+
     def check_cache(self, where: str, cache: LayerCache) -> None:
         """Raise unless a layer's caches have the shape that this plan addresses.
 
         Raises:
             ShapeError: Page sizes differ.
-            ArgumentError: The pool is smaller than the plan was told.
+            DeviceError: Plan and caches are on different devices.
+            ArgumentError: The pool is smaller than the plan was told, or than its slots need (read on the CPU, or with
+                FLASHQSA_DEBUG=1).
         """
-        if self.page_table is None:
+        if self.device != cache.device:
+            raise DeviceError(
+                f"{where}: plan must be on {cache.device}, like the caches, got {self.device}. Plan there."
+            )
+        pages, page_tokens = cache.k_pages.shape[:2]
+        if self.page_table is not None:
+            self._check_page_sizes(where, cache)
+        if self.num_pages is not None and pages < self.num_pages:
+            raise ArgumentError(
+                f"{where}: k_pages must hold num_pages = {self.num_pages} pages as planned, got {pages}. "
+                "Plan the step with the pool's page count."
+            )
+        if not values_are_checked(self.device):
             return
+        end_slot, end_block = self.end_slots()
+        if end_slot > pages * page_tokens:
+            raise ArgumentError(
+                f"{where}: k_pages must hold the {end_slot} slots that the step reaches, got {pages} pages of "
+                f"{page_tokens} tokens. Pass the caches that the page table or the first slots were made for."
+            )
+        if cache.block_keys is not None and end_block > cache.block_keys.shape[0] * cache.block_keys.shape[1]:
+            raise ArgumentError(
+                f"{where}: block_keys must hold the {end_block} block slots that the step reaches, got "
+                f"{list(cache.block_keys.shape[:2])}. Allocate as many blocks as K and V have tokens / block_tokens."
+            )
+
+    def _check_page_sizes(self, where: str, cache: LayerCache) -> None:
         page_tokens = cache.k_pages.shape[1]
         if page_tokens != self.page_tokens:
             raise ShapeError(
@@ -233,11 +292,7 @@ class StepPlan:
         page_blocks = page_tokens // self.block_tokens
         if cache.block_keys is not None and cache.block_keys.shape[1] != page_blocks:
             raise ShapeError(
-                f"{where}: block_keys must have pages of page_tokens / block_tokens = {page_blocks} blocks, got "
-                f"{cache.block_keys.shape[1]}. Allocate block keys on the page table of K/V."
-            )
-        if self.num_pages is not None and cache.k_pages.shape[0] < self.num_pages:
-            raise ArgumentError(
-                f"{where}: k_pages must hold num_pages = {self.num_pages} pages as planned, got "
-                f"{cache.k_pages.shape[0]}. Plan the step with the pool's page count."
+                f"{where}: block_keys must have pages of page_tokens / block_tokens = "
+                f"{page_blocks} blocks, got {cache.block_keys.shape[1]}. Allocate block keys on the page table "
+                "of K/V."
             )
