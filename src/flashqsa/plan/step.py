@@ -86,6 +86,7 @@ class StepPlan:
     num_pages: int | None = None
     ring_tokens: int | None = None
     _row_groups: list[RowGroup] | None = field(default=None, init=False, repr=False)
+    _end_slots: tuple[int, int] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def from_tensors(
@@ -218,33 +219,29 @@ class StepPlan:
 
     def forget_host_copies(self) -> None:
         """Drop what was read to the host; called when the tensors are refilled."""
-        self._row_groups = self._end_slots = None
+        self._row_groups = None
+        self._end_slots = None
 
     def end_slots(self) -> tuple[int, int]:
         """One past the last slot and block slot that this step may touch. Read from the device once, then kept."""
         if self._end_slots is None:
+            ends, block_ends = [self.slot_ids + 1], [self.closed_block_slot_ids + 1]
             live = self.seq_lens > 0
-            ends = block_ends = torch.zeros(1, dtype=torch.int64, device=self.device)
             if self.page_table is None:
                 assert self.first_slots is not None
                 assert self.first_block_slots is not None
-                ends = torch.where(live, self.first_slots + self.seq_lens, 0)
-                block_ends = torch.where(live, self.first_block_slots + self.seq_lens // self.block_tokens, 0)
-            elif self.page_table.numel():
+                ends.append(torch.where(live, self.first_slots + self.seq_lens, 0))
+                block_lens = self.seq_lens // self.block_tokens
+                block_ends.append(torch.where(live, self.first_block_slots + block_lens, 0))
+            else:
                 assert self.page_tokens is not None
                 width = min(self.page_table.shape[1], -(-self.max_seq_len // self.page_tokens))
                 used = torch.arange(width, device=self.device)[None] * self.page_tokens < self.seq_lens[:, None]
-                page_ends = torch.where(used, self.page_table[:, :width].to(torch.int64) + 1, 0)
-                ends = page_ends * self.page_tokens
-                block_ends = ends // self.block_tokens
-            last_slot = max(
-                int(ends.max()) if ends.numel() else 0, int(self.slot_ids.max()) + 1 if self.num_rows else 0
-            )
-            last_block = max(
-                int(block_ends.max()) if block_ends.numel() else 0,
-                int(self.closed_block_slot_ids.max()) + 1 if self.num_rows else 0,
-            )
-            self._end_slots = (last_slot, last_block)
+                page_ends = torch.where(used, self.page_table[:, :width].to(torch.int64) + 1, 0).flatten()
+                ends.append(page_ends * self.page_tokens)
+                block_ends.append(page_ends * (self.page_tokens // self.block_tokens))
+            nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._end_slots = (int(torch.cat([nothing, *ends]).max()), int(torch.cat([nothing, *block_ends]).max()))
         return self._end_slots
 
     def check_cache(self, where: str, cache: LayerCache) -> None:
