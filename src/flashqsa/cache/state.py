@@ -55,7 +55,10 @@ class LayerCache:
                 hint="Block keys live on the page table of K/V: allocate as many pages.",
             )  # fmt: skip
         if (self.ring is None) != (self.ring_positions is None):
-            raise ArgumentError(f"{where}: ring and ring_positions must come together. Give both or neither.")
+            given = "ring" if self.ring_positions is None else "ring_positions"
+            raise ArgumentError(
+                f"{where}: ring and ring_positions must come together, got {given} alone. Give both or neither."
+            )
         if self.ring is not None and self.ring_positions is not None:
             expect(where, "ring", self.ring, "rings ring_tokens Di", dims, dtypes=FLOAT_DTYPES, device=device)
             expect(
@@ -64,11 +67,14 @@ class LayerCache:
             )  # fmt: skip
         for name in ("k_scale", "v_scale"):
             scale = getattr(self, name)
-            if isinstance(scale, torch.Tensor) and (scale.numel() != 1 or scale.dtype != torch.float32):
+            if not isinstance(scale, torch.Tensor):
+                continue
+            if scale.numel() != 1:
                 raise ShapeError(
-                    f"{where}: {name} must be a float or an fp32 tensor [1], got {scale.dtype} {list(scale.shape)}. "
+                    f"{where}: {name} must be a float or an fp32 tensor [1], got {list(scale.shape)}. "
                     "Scales are per tensor."
                 )
+            expect(where, name, scale.reshape(1), "1", {}, dtypes=(torch.float32,), device=device)
 
     @property
     def device(self) -> torch.device:
