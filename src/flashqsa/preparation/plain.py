@@ -63,11 +63,15 @@ def pool_block_keys(
     Returns:
         [M, Di] fp32 (float64 for float64), for the caller's one cast.
     """
+    return rotate(rms_norm(mean_of_blocks(raw_keys)[:, None], weight, eps), cos, sin)[:, 0]
+
+
+def mean_of_blocks(raw_keys: torch.Tensor) -> torch.Tensor:
+    """Mean of the raw keys [M, r, Di] of each block in fp32, rounded to their dtype: [M, Di]."""
     total = raw_keys[:, 0].to(_wide(raw_keys.dtype))
     for member in range(1, raw_keys.shape[1]):
         total = total + raw_keys[:, member].to(total.dtype)
-    mean = (total / raw_keys.shape[1]).to(raw_keys.dtype)
-    return rotate(rms_norm(mean[:, None], weight, eps), cos, sin)[:, 0]
+    return (total / raw_keys.shape[1]).to(raw_keys.dtype)
 
 
 def prepare_torch(

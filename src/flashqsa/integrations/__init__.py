@@ -1,0 +1,1 @@
+"""Seams to engines. No mathematics here: each calls the stages."""

@@ -1,0 +1,6 @@
+"""Drop-in for Hugging Face transformers: ``hf.enable(model)``, and its QSA layers run on FlashQSA."""
+
+from flashqsa.integrations.hf.patch import disable, enable, enabled
+from flashqsa.integrations.hf.report import LayerReport, report
+
+__all__ = ["LayerReport", "disable", "enable", "enabled", "report"]

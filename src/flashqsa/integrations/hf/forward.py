@@ -1,0 +1,110 @@
+"""The forward that replaces the one of `Qwen4ExpTextAttention`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from flashqsa.attention import attend
+from flashqsa.cache import LayerCache
+from flashqsa.errors import UnsupportedError
+from flashqsa.integrations.hf.masks import HFStep
+from flashqsa.integrations.hf.pooled import known_state, pool_new_blocks, remember
+from flashqsa.integrations.hf.report import count_rows
+from flashqsa.preparation.plain import rotate
+from flashqsa.selection import select_blocks
+
+
+def attention_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: HFStep | torch.Tensor | None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """One QSA layer of transformers on FlashQSA.
+
+    Args:
+        self: A `Qwen4ExpTextAttention`.
+        hidden_states: [B, Q, hidden].
+        position_embeddings: cos and sin over the whole key history, each [B, KV, rotary_dim].
+        attention_mask: The `HFStep` that the mask interface made.
+        cache: A transformers cache, or None.
+        kwargs: What transformers passes along; `past_key_values` is the older name of `cache`.
+
+    Returns:
+        Output [B, Q, hidden], and None for attention weights, which are never built.
+    """
+    step = attention_mask
+    _check_call(self, step, kwargs)
+    assert isinstance(step, HFStep)
+    cache = kwargs.get("past_key_values") if cache is None else cache
+    batch, q_length, _ = hidden_states.shape
+    dim, index_dim = self.head_dim, self.indexer.index_head_dim
+    q, gate = self.q_proj(hidden_states).view(batch * q_length, -1, 2 * dim).split(dim, dim=-1)
+    k = self.k_proj(hidden_states).view(batch * q_length, -1, dim)
+    v = self.v_proj(hidden_states).view(batch, q_length, -1, dim)
+    index_qk = self.indexer.index_qk_proj(hidden_states).view(batch, q_length, -1, index_dim)
+
+    half = position_embeddings[0].shape[-1] // 2
+    cos, sin = (table[..., :half] for table in position_embeddings)
+    row_cos, row_sin = (table[:, -q_length:].reshape(-1, half) for table in (cos, sin))
+    q = rotate(self.q_norm(q), row_cos, row_sin).to(q.dtype)
+    k = rotate(self.k_norm(k), row_cos, row_sin).to(k.dtype).view(batch, q_length, -1, dim)
+
+    past = step.kv_tokens - q_length if cache is None else int(cache.get_seq_length(self.layer_idx))
+    with torch.no_grad():
+        index_q = self.indexer.q_layernorm(index_qk[:, :, :-1].flatten(0, 1))
+        index_q = rotate(index_q, row_cos, row_sin).to(index_qk.dtype)
+        block_keys = _block_keys(self, index_qk[:, :, -1], cos, sin, cache, step, past)
+    k_states, v_states = k.transpose(1, 2), v.transpose(1, 2)
+    if cache is not None:
+        k_states, v_states = cache.update(k_states, v_states, self.layer_idx)
+    layer_cache = LayerCache(
+        k_states.transpose(1, 2), v_states.transpose(1, 2), block_keys, None, None, layer_id=self.layer_idx
+    )
+    selection = select_blocks(index_q, layer_cache, step.plan)
+    count_rows(self, selection)
+    attended = attend(q, layer_cache, selection, step.plan, gate=gate, softmax_scale=self.scaling)
+    return self.o_proj(cast(torch.Tensor, attended).view(batch, q_length, -1)), None
+
+
+def _block_keys(
+    self: Any,
+    raw_keys: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: Any,
+    step: HFStep,
+    past: int,
+) -> torch.Tensor:
+    """Pooled keys [B, capacity, Di] of the whole context, after adding this forward's raw keys to the cache."""
+    norm = self.indexer.k_layernorm
+    if cache is None:
+        return pool_new_blocks(None, raw_keys, cos, sin, norm, step).keys
+    cache_layer = cache.layers[self.layer_idx]
+    state = known_state(cache_layer, step, past)
+    raw_keys = cache.update_indexer(raw_keys, self.layer_idx)
+    state = pool_new_blocks(state, raw_keys, cos, sin, norm, step)
+    remember(cache_layer, state, past + step.plan.num_rows // len(step.starts))
+    return state.keys[:, : step.block_capacity]
+
+
+def _check_call(self: Any, step: Any, kwargs: dict[str, Any]) -> None:
+    if not isinstance(step, HFStep):
+        got = "None" if step is None else f"{type(step).__name__} {list(getattr(step, 'shape', []))}"
+        raise UnsupportedError(
+            f"flashqsa: attention_mask must be None or [B, tokens] when the model is called, got {got}. "
+            "Pass a 2-D padding mask; 4-D masks are not served."
+        )
+    if kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
+        raise UnsupportedError(
+            "flashqsa: output_attentions must be off, got True. Attention weights are never built; disable FlashQSA to "
+            "read them."
+        )
+    if self.training and self.attention_dropout:
+        raise UnsupportedError(
+            f"flashqsa: attention_dropout must be 0 in training, got {self.attention_dropout}. Set it to 0 in the config."
+        )

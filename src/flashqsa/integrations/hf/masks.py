@@ -1,0 +1,149 @@
+"""In place of an attention mask: the step as a plan, made once a forward and shared by all layers.
+
+transformers asks its mask interface for a [B, 1, Q, KV] mask. Under the name registered here it gets an `HFStep`
+instead, of a size that grows with the rows, never with rows times context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashqsa.config import QSAConfig
+from flashqsa.errors import UnsupportedError
+from flashqsa.plan import StepPlan, plan_step
+
+MASK_NAME = "flashqsa"
+LEAST_BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class HFStep:
+    """One forward of the model.
+
+    Attributes:
+        plan: The step; rows are [B, Q] flattened, caches are contiguous per batch row.
+        starts: [B] first visible token of each batch row, where its blocks are counted from.
+        ends: [B] one past the last visible token of each batch row.
+        kv_tokens: Key columns of the K and V that layers will hand over.
+        block_capacity: Blocks that each batch row's pooled keys have room for.
+    """
+
+    plan: StepPlan
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    kv_tokens: int
+    block_capacity: int
+
+
+def block_capacity(kv_tokens: int, block_tokens: int) -> int:
+    """Blocks to allocate for a context: powers of two, so that growing contexts seldom copy."""
+    blocks = max(LEAST_BLOCKS, kv_tokens // block_tokens)
+    return int(1 << (blocks - 1).bit_length())
+
+
+def step_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    config: Any = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> HFStep:
+    """The mask interface of transformers, returning a step.
+
+    Args:
+        batch_size: Batch rows (`B`).
+        q_length: New tokens of each batch row (`Q`), padding included.
+        kv_length: Tokens of the caches after this forward.
+        q_offset: Tokens in the caches before it.
+        kv_offset: Always 0 for these models.
+        mask_function: Which keys a query sees; only plain causality is served.
+        attention_mask: [B, >= tokens] bool, False for padding; or None.
+        config: Text config of the model.
+        device: Where the step runs.
+
+    Raises:
+        UnsupportedError: Packed sequences or other mask functions, and masks with holes.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is not causal_mask_function or kv_offset:
+        raise UnsupportedError(
+            "flashqsa: the attention mask must be causal with padding at most, got a custom mask function (packed "
+            "sequences have one). Pass one sequence a batch row, or disable FlashQSA for this call."
+        )
+    past = int(q_offset)
+    total = past + q_length
+    starts, ends = _visible_ranges(attention_mask, batch_size, past, total)
+    qsa = QSAConfig.from_pretrained_config(config)
+    capacity = block_capacity(kv_length, qsa.block_tokens)
+    plan = _plan_batch(starts, ends, past, total, kv_length, capacity, qsa, device or torch.device("cpu"))
+    return HFStep(plan, starts, ends, kv_length, capacity)
+
+
+def _visible_ranges(
+    attention_mask: torch.Tensor | None, batch_size: int, past: int, total: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First visible token, and one past the last, of each batch row."""
+    if attention_mask is None:
+        return (0,) * batch_size, (total,) * batch_size
+    visible = attention_mask[:, :total].to(torch.bool)
+    if visible.shape[0] != batch_size or visible.shape[1] != total:
+        raise UnsupportedError(
+            f"flashqsa: attention_mask must be [B, tokens] = [{batch_size}, {total}], got {list(attention_mask.shape)}. "
+            "Pass the mask of the whole sequence, cached tokens included."
+        )
+    counts = visible.sum(dim=1)
+    starts = torch.where(counts > 0, visible.to(torch.int8).argmax(dim=1), total)
+    ends = starts + counts
+    columns = torch.arange(total, device=visible.device)[None]
+    whole = (columns >= starts[:, None]) & (columns < ends[:, None])
+    if not torch.equal(whole, visible):
+        row = int((whole != visible).any(dim=1).nonzero()[0, 0])
+        raise UnsupportedError(
+            f"flashqsa: attention_mask must be padding on the left and right alone, got holes in batch row {row}. "
+            "Remove the masked tokens from the sequence."
+        )
+    return tuple(starts.tolist()), tuple(ends.tolist())
+
+
+def _plan_batch(
+    starts: tuple[int, ...],
+    ends: tuple[int, ...],
+    past: int,
+    total: int,
+    kv_tokens: int,
+    capacity: int,
+    config: QSAConfig,
+    device: torch.device,
+) -> StepPlan:
+    """Rows of padding before and after a sequence become padding requests (length 0) of their own."""
+    query_starts, seq_lens, first_slots, first_block_slots = [0], [], [], []
+    for batch_row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        live = range(max(start, past), max(min(end, total), max(start, past)))
+        for rows, seq_len in ((live.start - past, 0), (len(live), end - start), (total - live.stop, 0)):
+            if rows > 0:
+                query_starts.append(query_starts[-1] + rows)
+                seq_lens.append(seq_len)
+                first_slots.append(batch_row * kv_tokens + start)
+                first_block_slots.append(batch_row * capacity)
+    return plan_step(
+        torch.tensor(query_starts, dtype=torch.int32, device=device),
+        torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        None,
+        page_tokens=None,
+        block_tokens=config.block_tokens,
+        topk_blocks=config.topk_blocks,
+        max_query_len=total - past,
+        max_seq_len=total,
+        first_slots=torch.tensor(first_slots, dtype=torch.int64, device=device),
+        first_block_slots=torch.tensor(first_block_slots, dtype=torch.int64, device=device),
+        num_rows=query_starts[-1],
+    )

@@ -1,0 +1,72 @@
+"""Proof that the sparse path ran: counted where the rows are, summed only when read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashqsa.results import Selection
+
+ATTRIBUTE = "flashqsa_counts"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one QSA layer has attended since FlashQSA was enabled.
+
+    Attributes:
+        layer_id: Index of the layer.
+        rows: Rows attended, padding left out.
+        dense_rows: Those of them that saw no more blocks than they may select.
+        blocks_visible: Complete blocks that the rows saw, summed.
+        blocks_selected: Blocks that they attended, summed.
+    """
+
+    layer_id: int
+    rows: int
+    dense_rows: int
+    blocks_visible: int
+    blocks_selected: int
+
+    @property
+    def share_selected(self) -> float:
+        """Share of the visible blocks that was attended; 1 when nothing was visible."""
+        return self.blocks_selected / self.blocks_visible if self.blocks_visible else 1.0
+
+
+def count_rows(attention: Any, selection: Selection) -> None:
+    """Add one forward to the counts of a layer."""
+    live = selection.request_ids >= 0
+    dense = live & (selection.block_counts >= selection.visible_blocks)
+    step = torch.stack([live.sum(), dense.sum(), selection.visible_blocks.sum(), selection.block_counts.sum()]).to(
+        torch.int64
+    )
+    before = attention.__dict__.get(ATTRIBUTE)
+    attention.__dict__[ATTRIBUTE] = step if before is None else before + step
+
+
+def forget_counts(attention: Any) -> None:
+    """Start counting from zero."""
+    attention.__dict__.pop(ATTRIBUTE, None)
+
+
+def report(model: Any) -> list[LayerReport]:
+    """What each QSA layer of a model has attended since FlashQSA was enabled on it.
+
+    Args:
+        model: A transformers model.
+
+    Returns:
+        One entry a layer that ran on FlashQSA, by layer.
+    """
+    from flashqsa.integrations.hf.patch import qsa_attentions
+
+    reports = []
+    for attention in qsa_attentions(model):
+        counts = attention.__dict__.get(ATTRIBUTE)
+        if counts is not None:
+            rows, dense_rows, visible, selected = counts.tolist()
+            reports.append(LayerReport(attention.layer_idx, rows, dense_rows, visible, selected))
+    return reports
