@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,24 @@ class Step:
     def live_rows(self) -> torch.Tensor:
         """[T] bool, rows that belong to a request."""
         return self.plan.request_ids >= 0
+
+    def unattended_slots(self, block_ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Slots of cached tokens that no row of their request attends: their values may be anything.
+
+        Args:
+            block_ids: Selected blocks of each row.
+
+        Returns:
+            [N] int64, to hand to `poison_slots`.
+        """
+        slots = []
+        for request in self.requests:
+            unseen = torch.ones(request.seq_len, dtype=torch.bool, device=request.slot_ids.device)
+            for row, position in request.rows():
+                visible = (position + 1) // self.case.block_tokens
+                unseen[oracles.selected_tokens(block_ids[row], visible, position, self.case.block_tokens)] = False
+            slots.append(request.slot_ids[unseen])
+        return torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64, device=self.plan.device)
 
     def assert_guards_intact(self) -> None:
         """Raise AssertionError when memory beside any input or cache was written."""
