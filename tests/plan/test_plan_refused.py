@@ -1,4 +1,4 @@
-"""What `plan_step`, `from_tensors` and `check_cache` refuse, and how they say it."""
+"""What `plan_step` and `from_tensors` refuse, and how they say it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from flashqsa.cache import LayerCache
 from flashqsa.errors import ArgumentError, DeviceError, DTypeError, FlashQSAError, ShapeError
 from flashqsa.plan import StepPlan, plan_step
 
@@ -268,22 +267,3 @@ def test_from_tensors_accepts_rows_that_see_less() -> None:
     values = tensors_of(plan_step(**arguments()))
     values["visible_blocks"] = changed(values["visible_blocks"], 4, 3)
     assert StepPlan.from_tensors(**values).visible_blocks[4] == 3
-
-
-def cache_of(pages: int, page_tokens: int, page_blocks: int) -> LayerCache:
-    k_pages = torch.zeros(pages, page_tokens, 2, 16)
-    return LayerCache(k_pages, k_pages.clone(), torch.zeros(pages, page_blocks, 8), None, None)
-
-
-def test_check_cache_refuses_another_page_size(refuses) -> None:
-    plan = plan_step(**arguments())
-    plan.check_cache("attend", cache_of(6, 16, 4))
-    with refuses(ShapeError, "attend", "k_pages", "page_tokens = 16", "got 32"):
-        plan.check_cache("attend", cache_of(6, 32, 8))
-    with refuses(ShapeError, "attend", "block_keys", "= 4 blocks", "got 8"):
-        plan.check_cache("attend", cache_of(6, 16, 8))
-
-
-def test_check_cache_refuses_a_smaller_pool(refuses) -> None:
-    with refuses(ArgumentError, "attend", "k_pages", "num_pages = 6", "got 5"):
-        plan_step(**arguments()).check_cache("attend", cache_of(5, 16, 4))

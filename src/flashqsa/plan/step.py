@@ -235,7 +235,8 @@ class StepPlan:
                 block_ends.append(torch.where(live, self.first_block_slots + block_lens, 0))
             else:
                 assert self.page_tokens is not None
-                width = min(self.page_table.shape[1], -(-self.max_seq_len // self.page_tokens))
+                longest = int(self.seq_lens.max()) if self.num_requests else 0
+                width = min(self.page_table.shape[1], -(-longest // self.page_tokens))
                 used = torch.arange(width, device=self.device)[None] * self.page_tokens < self.seq_lens[:, None]
                 page_ends = torch.where(used, self.page_table[:, :width].to(torch.int64) + 1, 0).flatten()
                 ends.append(page_ends * self.page_tokens)
