@@ -1,0 +1,25 @@
+"""Command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks import hf_layer_cpu, report
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one benchmark, or write the tables of the documentation from the result files."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in ((hf_layer_cpu.NAME, hf_layer_cpu), ("report", report)):
+        about = (module.__doc__ or "").split(":", 1)[-1].strip()
+        command = commands.add_parser(name, help=about, description=about)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    options = parser.parse_args(words)
+    return int(options.run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
