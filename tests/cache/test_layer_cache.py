@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FlashQSAError], tuple[str, ...]]] 
         ("ring_positions", "[3, 8, 3]", "[3, 4, 3]"),
     ),
     "scale a head": ({"k_scale": torch.ones(2)}, ShapeError, ("k_scale", "[2]", "per tensor")),
-    "scale of float64": ({"v_scale": torch.ones(1, dtype=torch.float64)}, DTypeError, ("v_scale", "float32", "float64")),
+    "scale of float64": ({"v_scale": torch.ones(1).double()}, DTypeError, ("v_scale", "float32", "float64")),
     "scale elsewhere": ({"v_scale": torch.ones(1, device="meta")}, DeviceError, ("v_scale", "meta")),
 }
 

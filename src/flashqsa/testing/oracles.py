@@ -102,7 +102,7 @@ def pool_block_keys(
         [N // block_tokens, Di] float64.
     """
     blocks = raw_keys.shape[0] // block_tokens
-    members = raw_keys[: blocks * block_tokens].to(F64).view(blocks, block_tokens, -1)
+    members = raw_keys[: blocks * block_tokens].to(F64).view(blocks, block_tokens, raw_keys.shape[1])
     mean = rounded(members.mean(dim=1), round_to)
     normed = rms_norm(mean, weight, eps, round_to)
     first_positions = rope_positions[:, : blocks * block_tokens : block_tokens]

@@ -184,14 +184,18 @@ class _Inputs:
         case, before = self.case, truth.context_before
         rows = slice(truth.first_row, truth.first_row + truth.new_rows)
         own = case.request_seed(truth.request_id)
-        for row, position in truth.rows():
-            generator = stream(seed, own, 4, position)
-            self.q_gate[row] = randn(generator, case.dtype, case.q_heads, 2 * case.head_dim).to(self.device)
-            index_q = randn(generator, case.dtype, case.index_heads, case.index_head_dim).to(self.device)
-            self.index_qk[row, : case.index_heads] = index_q
+        drawn = [self._draw_row(stream(seed, own, 4, position)) for _, position in truth.rows()]
+        if drawn:
+            q_gate, index_q = (torch.stack(tensors).to(self.device) for tensors in zip(*drawn, strict=True))
+            self.q_gate[rows], self.index_qk[rows, : case.index_heads] = q_gate, index_q
         self.index_qk[rows, case.index_heads] = truth.raw_index_keys[before:]
         self.k[rows], self.v[rows] = truth.raw_k[before:], truth.raw_v[before:]
         self.rope_positions[:, rows] = truth.rope_positions[:, before:]
+
+    def _draw_row(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        case = self.case
+        q_gate = randn(generator, case.dtype, case.q_heads, 2 * case.head_dim)
+        return q_gate, randn(generator, case.dtype, case.index_heads, case.index_head_dim)
 
     def prepare_queries(self, rope: RopeTable, norms: NormWeights, requests: list[RequestTruth]) -> None:
         """Fill q and index_q of live rows with what preparation makes of the projections, rounded as it rounds."""

@@ -1,0 +1,117 @@
+"""Cross-compiling Triton kernels without a GPU: record what a launcher launches, compile it for any architecture.
+
+Importing this module needs triton.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+ARCHS = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities, times ten, that every kernel variant compiles for."""
+
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Shared memory that one program can have."""
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel, its arguments by name, and its options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a variant.
+
+    Attributes:
+        registers: Registers a thread.
+        spill_bytes: Bytes of local memory a thread.
+        shared_bytes: Shared memory a program.
+        ptx: Its PTX.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    ptx: str
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Collect the launches inside the block instead of running them."""
+    launches: list[Launch] = []
+    run = JITFunction.run
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        named = dict(zip(self.arg_names, args, strict=False))
+        named |= {name: value for name, value in kwargs.items() if name in self.arg_names}
+        launches.append(Launch(self, named, {k: v for k, v in kwargs.items() if k not in self.arg_names}))
+
+    JITFunction.run = record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+def compile_launch(launch: Launch, arch: int) -> Compiled:
+    """Compile a recorded launch for one architecture."""
+    kernel = launch.kernel
+    constants = {kernel.params[i].name for i in kernel.constexprs}
+    signature, constexprs, attrs = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        value = launch.arguments[name]
+        if name in constants:
+            signature[name], constexprs[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _POINTERS[value.dtype]
+            attrs[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    registers, spill_bytes = _resources(compiled.asm["cubin"])
+    return Compiled(registers, spill_bytes, compiled.metadata.shared, compiled.asm["ptx"])
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and local bytes a thread, read with the cuobjdump that triton carries."""
+    import subprocess
+    import tempfile
+
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert match, printed
+    return int(match[1]), int(match[2])
