@@ -7,7 +7,7 @@ import torch
 from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import CACHE_DTYPES, LayerCache
 from flashqsa.checks import expect
-from flashqsa.errors import ArgumentError
+from flashqsa.errors import ArgumentError, ShapeError
 from flashqsa.plan import StepPlan
 from flashqsa.results import Selection
 from flashqsa.selection.plain import least_workspace_bytes, select_blocks_torch
@@ -60,39 +60,45 @@ def select_blocks(
         where, "index_q", index_q, "T Hi Di", dims, dtypes=CACHE_DTYPES, device=cache.device,
         hint="One row of index queries a row of the plan.",
     )  # fmt: skip
+    if not index_q.shape[1]:
+        raise ShapeError(f"{where}: index_q must have at least one head, got {list(index_q.shape)}. Pass all of them.")
     plan.check_cache(where, cache)
+    least = least_workspace_bytes(index_q, cache.block_keys, plan.topk_blocks)
     if workspace_bytes is None:
-        workspace_bytes = DEFAULT_WORKSPACE_BYTES.get(cache.device.type, OTHER_WORKSPACE_BYTES)
-    least = least_workspace_bytes(index_q.shape[1], index_q.shape[2], plan.topk_blocks)
+        workspace_bytes = max(least, DEFAULT_WORKSPACE_BYTES.get(cache.device.type, OTHER_WORKSPACE_BYTES))
     if workspace_bytes < least:
         raise ArgumentError(
-            f"{where}: workspace_bytes must be at least {least} for one tile of scores, got {workspace_bytes}."
+            f"{where}: workspace_bytes must be at least {least}, got {workspace_bytes}. One tile of scores needs that."
         )
-    result = _buffers(where, plan, cache, return_scores, out)
-    if resolve_backend(where, backend, cache.device) == "reference":
-        select_blocks_reference(index_q, cache, plan, result)
-    else:
-        select_blocks_torch(index_q, cache, plan, result, workspace_bytes=workspace_bytes)
+    backend = resolve_backend(where, backend, cache.device)
+    with torch.no_grad():
+        result = _buffers(where, plan, cache, return_scores, out)
+        if backend == "reference":
+            select_blocks_reference(index_q, cache, plan, result)
+        else:
+            select_blocks_torch(index_q, cache, plan, result, workspace_bytes=workspace_bytes)
     return result
 
 
-def _buffers(
-    where: str, plan: StepPlan, cache: LayerCache, return_scores: bool, out: Selection | None
-) -> Selection:
-    """The selection to fill, with counts known and every id unset."""
+def _buffers(where: str, plan: StepPlan, cache: LayerCache, return_scores: bool, out: Selection | None) -> Selection:
+    """The selection to fill, with counts and visible blocks known and every id unset."""
     rows, topk, device = plan.num_rows, plan.topk_blocks, cache.device
-    counts = plan.visible_blocks.clamp(max=topk)
+    visible = plan.visible_blocks.masked_fill(plan.request_ids < 0, 0)  # an engine's padding rows may hold leftovers
+    counts = visible.clamp(max=topk)
     if out is None:
         return Selection(
             block_ids=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
             block_counts=counts,
-            scores=torch.full((rows, topk), -torch.inf, device=device) if return_scores else None,
-            visible_blocks=plan.visible_blocks.clone(),
+            scores=torch.full((rows, topk), -torch.inf, dtype=torch.float32, device=device) if return_scores else None,
+            visible_blocks=visible,
             request_ids=plan.request_ids.clone(),
             layer_id=cache.layer_id,
         )
     if return_scores != (out.scores is not None):
-        raise ArgumentError(f"{where}: out must have scores exactly when return_scores is set, got {return_scores}.")
+        raise ArgumentError(
+            f"{where}: out.scores must be a tensor exactly when return_scores is set, got {return_scores} and "
+            f"{'no scores' if out.scores is None else 'scores'}. Change one of them."
+        )
     dims = {"T": rows, "K": topk}
     expect(where, "out.block_ids", out.block_ids, "T K", dims, dtypes=(torch.int32,), device=device)
     for name in ("block_counts", "visible_blocks", "request_ids"):
@@ -102,7 +108,7 @@ def _buffers(
         out.scores.fill_(-torch.inf)
     out.block_ids.fill_(-1)
     out.block_counts.copy_(counts)
-    out.visible_blocks.copy_(plan.visible_blocks)
+    out.visible_blocks.copy_(visible)
     out.request_ids.copy_(plan.request_ids)
     return Selection(
         out.block_ids, out.block_counts, out.scores, out.visible_blocks, out.request_ids, layer_id=cache.layer_id

@@ -39,11 +39,11 @@ def top_blocks_reference(scores: list[float], topk_blocks: int) -> list[int]:
 
 
 def select_blocks_reference(index_q: torch.Tensor, cache: LayerCache, plan: StepPlan, out: Selection) -> None:
-    """Fill `out` (counts set, ids -1) with the selection of every row. Arguments as in `select_blocks`."""
+    """Fill `out` (counts and visible blocks set, ids -1) with the selection of every row, as `select_blocks` does."""
     assert cache.block_keys is not None
-    requests, visible = plan.request_ids.tolist(), plan.visible_blocks.tolist()
+    requests, visible = plan.request_ids.tolist(), out.visible_blocks.tolist()
     for row in range(plan.num_rows):
-        if requests[row] < 0 or visible[row] == 0:
+        if visible[row] == 0:
             continue
         block_ids = torch.arange(visible[row], device=cache.device)
         keys = read_slots(cache.block_keys, plan.block_slots(requests[row], block_ids))
