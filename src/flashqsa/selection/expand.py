@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashqsa.checks import expect, values_are_checked
-from flashqsa.errors import ArgumentError
+from flashqsa.errors import ArgumentError, SelectionError
 from flashqsa.plan import StepPlan
 from flashqsa.results import Selection
 
@@ -27,26 +27,30 @@ def expand_tokens(
     Raises:
         ShapeError, DTypeError, DeviceError: `out` or the selection does not fit the plan.
         ArgumentError: A row's tail is longer than `tail_tokens` (read on the CPU, or with FLASHQSA_DEBUG=1).
+        SelectionError: A row's selection saw blocks that the row does not see (read there too).
     """
     where, r, topk = "expand_tokens", plan.block_tokens, plan.topk_blocks
     dims = {"T": plan.num_rows, "K": topk}
-    expect(where, "selection.block_ids", selection.block_ids, "T K", dims, dtypes=(torch.int32,), device=plan.device)
+    expect(where, "selection.block_ids", selection.block_ids, "T K", dims, dtypes=(torch.int32,), device=plan.device,
+           hint="Select with this plan, or take() the rows that remain.")  # fmt: skip
+    for name in ("block_counts", "visible_blocks"):
+        expect(where, f"selection.{name}", getattr(selection, name), "T", dims, dtypes=(torch.int32,),
+               device=plan.device)  # fmt: skip
     tail_tokens = r - 1 if tail_tokens is None else tail_tokens
     if tail_tokens < 0:
-        raise ArgumentError(f"{where}: tail_tokens must not be negative, got {tail_tokens}.")
+        raise ArgumentError(f"{where}: tail_tokens must not be negative, got {tail_tokens}. Count the tail's columns.")
+    live = plan.request_ids >= 0
     tail_starts = selection.visible_blocks.to(torch.int64) * r
-    tail_counts = torch.where(plan.request_ids >= 0, plan.positions + 1 - tail_starts, 0).clamp(min=0)
-    if values_are_checked(plan.device) and plan.num_rows and int(tail_counts.max()) > tail_tokens:
-        raise ArgumentError(
-            f"{where}: tail_tokens must hold the longest tail, {int(tail_counts.max())} tokens, got {tail_tokens}. "
-            "Give more columns, as a reused selection needs."
-        )
+    tail_counts = torch.where(live, plan.positions + 1 - tail_starts, 0)
+    if values_are_checked(plan.device) and plan.num_rows:
+        _check_tails(where, tail_counts, tail_tokens)
+    tail_counts = tail_counts.clamp(min=0, max=tail_tokens)
     width = topk * r + tail_tokens
     if out is None:
         out = torch.empty(plan.num_rows, width + 1, dtype=torch.int32, device=plan.device)
     expect(where, "out", out, f"T {width + 1}", dims, dtypes=(torch.int32,), device=plan.device)
-    from_blocks = torch.where(plan.request_ids >= 0, selection.block_counts, 0).to(torch.int64) * r
-    counts = from_blocks + tail_counts.clamp(max=tail_tokens)
+    from_blocks = torch.where(live, selection.block_counts, 0).to(torch.int64) * r
+    counts = from_blocks + tail_counts
     column = torch.arange(width, device=plan.device)[None]
     block = selection.block_ids.to(torch.int64)[:, (column[0] // r).clamp(max=topk - 1)]
     tokens = torch.where(
@@ -55,3 +59,18 @@ def expand_tokens(
     out[:, :width] = torch.where(column < counts[:, None], tokens, -1).to(torch.int32)
     out[:, width] = counts.to(torch.int32)
     return out
+
+
+def _check_tails(where: str, tail_counts: torch.Tensor, tail_tokens: int) -> None:
+    """Tails begin at or before the end of their row, and fit."""
+    if int(tail_counts.min()) < 0:
+        row = int(tail_counts.argmin())
+        raise SelectionError(
+            f"{where}: selection.visible_blocks must not reach past its row, got {-int(tail_counts[row])} tokens more "
+            f"in row {row}. Use the selection of this row, or of an earlier one of its request."
+        )
+    if int(tail_counts.max()) > tail_tokens:
+        raise ArgumentError(
+            f"{where}: tail_tokens must hold the longest tail, {int(tail_counts.max())} tokens, got {tail_tokens}. "
+            "Give more columns, as a reused selection needs."
+        )

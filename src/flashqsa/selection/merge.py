@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from flashqsa.errors import ArgumentError, SelectionError, ShapeError
+from flashqsa.checks import expect, values_are_checked
+from flashqsa.errors import ArgumentError, SelectionError
 from flashqsa.results import Selection
 from flashqsa.selection.ordering import UNSEEN, best_keys, order_keys, unpack_keys
+
+MAX_BLOCKS = 2**31
 
 
 def merge_selections(
@@ -22,46 +25,85 @@ def merge_selections(
 
     Args:
         selections: One selection a shard, with scores, equal in T and layer.
-        first_blocks: Global id of each shard's block 0, one number or a [T] tensor a shard; zeros by default (ids are
-            global already).
+        first_blocks: Global id of each shard's block 0: one number, or an int64 or int32 tensor [T], a shard; zeros by
+            default (ids are global already).
 
     Returns:
         The merged selection with scores; its `visible_blocks` are the sums over the shards.
 
     Raises:
-        ArgumentError: No selection, one without scores, or `first_blocks` of another length.
-        ShapeError: The shards differ in rows or in K.
+        ArgumentError: No selection, one without scores, `first_blocks` of another length or out of range, or shards
+            that share a block (values of tensors are read on the CPU, or with FLASHQSA_DEBUG=1).
+        ShapeError, DTypeError, DeviceError: The shards differ in rows or in K, or a tensor does not fit them.
         SelectionError: The shards are of different layers.
     """
     where = "merge_selections"
     if not selections:
-        raise ArgumentError(f"{where}: selections must not be empty. Pass one selection a shard.")
+        raise ArgumentError(f"{where}: selections must not be empty, got none. Pass one selection a shard.")
     starts: list[int | torch.Tensor] = [0] * len(selections) if first_blocks is None else list(first_blocks)
     if len(starts) != len(selections):
         raise ArgumentError(
-            f"{where}: first_blocks must have one entry for each of {len(selections)} selections, got {len(starts)}."
+            f"{where}: first_blocks must have one entry for each of {len(selections)} selections, got {len(starts)}. "
+            "Say where every shard begins."
         )
-    first = selections[0]
+    first, dims = selections[0], dict[str, int]()
     keys = []
     for shard, start in zip(selections, starts, strict=True):
-        if shard.scores is None:
-            raise ArgumentError(f"{where}: selections must have scores, got none. Select with return_scores=True.")
-        if shard.block_ids.shape != first.block_ids.shape:
-            raise ShapeError(
-                f"{where}: selections must be alike in [T, K] = {list(first.block_ids.shape)}, got "
-                f"{list(shard.block_ids.shape)}. Give every shard all rows; count 0 means that it owns none of a row."
-            )
-        if shard.layer_id != first.layer_id:
-            raise SelectionError(
-                f"{where}: selections must be of one layer, got layers {first.layer_id} and {shard.layer_id}."
-            )
-        valid = torch.arange(shard.block_ids.shape[1], device=first.block_ids.device)[None] < shard.block_counts[:, None]
+        _check_shard(where, shard, start, dims, first)
+        assert shard.scores is not None
+        valid = torch.arange(dims["K"], device=first.block_ids.device)[None] < shard.block_counts[:, None]
         offset = start.to(torch.int64)[:, None] if isinstance(start, torch.Tensor) else start
         ids = torch.where(valid, shard.block_ids.to(torch.int64) + offset, 0)
         keys.append(torch.where(valid, order_keys(shard.scores, ids), UNSEEN))
-    best = best_keys(torch.cat(keys, dim=-1), first.block_ids.shape[1])
+    best = best_keys(torch.cat(keys, dim=-1), dims["K"])
     block_ids, scores = unpack_keys(best)
+    if values_are_checked(block_ids.device):
+        _check_shared(where, block_ids)
     request_ids = torch.stack([shard.request_ids for shard in selections]).amax(dim=0)
-    visible = torch.stack([shard.visible_blocks for shard in selections]).sum(dim=0).to(torch.int32)
+    owned = [torch.where(shard.block_counts > 0, shard.visible_blocks, 0) for shard in selections]
     counts = (block_ids >= 0).sum(dim=-1).to(torch.int32)
+    visible = torch.stack(owned).sum(dim=0).to(torch.int32)
     return Selection(block_ids, counts, scores, visible, request_ids, first.layer_id)
+
+
+def _check_shard(
+    where: str, shard: Selection, start: int | torch.Tensor, dims: dict[str, int], first: Selection
+) -> None:
+    """One shard has scores, and rows, layer and device of the first one; its blocks begin at valid ids."""
+    device = first.block_ids.device
+    if shard.scores is None:
+        raise ArgumentError(f"{where}: selections must have scores, got none. Select with return_scores=True.")
+    expect(
+        where, "block_ids", shard.block_ids, "T K", dims, dtypes=(torch.int32,), device=device,
+        hint="Give every shard all rows; a count of 0 means that it owns none of a row.",
+    )  # fmt: skip
+    expect(where, "scores", shard.scores, "T K", dims, dtypes=(torch.float32,), device=device)
+    for name in ("block_counts", "visible_blocks", "request_ids"):
+        expect(where, name, getattr(shard, name), "T", dims, dtypes=(torch.int32,), device=device)
+    if shard.layer_id != first.layer_id:
+        raise SelectionError(
+            f"{where}: selections must be of one layer, got layers {first.layer_id} and {shard.layer_id}. "
+            "Merge the shards of each layer on their own."
+        )
+    if isinstance(start, torch.Tensor):
+        expect(where, "first_blocks", start, "T", dims, dtypes=(torch.int64, torch.int32), device=device)
+        if not start.numel() or not values_are_checked(device):
+            return
+        least, most = int(start.min()), int(start.max())
+    else:
+        least = most = start
+    if least < 0 or most >= MAX_BLOCKS:
+        raise ArgumentError(
+            f"{where}: first_blocks must be in [0, 2**31), got {least if least < 0 else most}. "
+            "Count blocks from the start of the request."
+        )
+
+
+def _check_shared(where: str, block_ids: torch.Tensor) -> None:
+    twice = (block_ids[:, 1:] == block_ids[:, :-1]) & (block_ids[:, 1:] >= 0)
+    if bool(twice.any()):
+        row, column = (int(x) for x in twice.nonzero()[0])
+        raise ArgumentError(
+            f"{where}: selections must not share blocks, got block {int(block_ids[row, column])} of row {row} twice. "
+            "Say with first_blocks where each shard begins."
+        )
