@@ -86,7 +86,7 @@ def _check_shard(
             "Merge the shards of each layer on their own."
         )
     if isinstance(start, torch.Tensor):
-        expect(where, "first_blocks", start, "T", dims, dtypes=(torch.int64, torch.int32), device=device)
+        expect(where, "first_blocks", start.contiguous(), "T", dims, dtypes=(torch.int64, torch.int32), device=device)
         if not start.numel() or not values_are_checked(device):
             return
         least, most = int(start.min()), int(start.max())

@@ -121,18 +121,33 @@ def _best_of_rows(
 ) -> torch.Tensor:
     """Order keys of the best blocks of some consecutive rows of one request, [rows, <= K]."""
     tiles = _row_tiles(index_q, first_position)
-    skipped = first_position % ROW_TILE
     most = int(visible.max())
-    best: torch.Tensor | None = None
+    best = torch.empty(index_q.shape[0], 0, dtype=torch.int64, device=cache.device)
     for start in range(0, most, chunk_blocks):
         block_ids = torch.arange(start, min(start + chunk_blocks, most), device=cache.device)
-        block_keys = _block_tiles(cache, plan.block_slots(request_id, block_ids))
-        scores = _score_tiles(tiles, block_keys)[skipped : skipped + index_q.shape[0], : block_ids.shape[0]]
-        order = order_keys(scores, block_ids[None]).masked_fill_(block_ids[None] >= visible[:, None], UNSEEN)
-        best = best_keys(order if best is None else torch.cat([best, order], dim=-1), plan.topk_blocks)
-    if best is None:  # none of these rows sees a block
-        return torch.empty(index_q.shape[0], 0, dtype=torch.int64, device=cache.device)
+        slot_ids = plan.block_slots(request_id, block_ids)
+        # no name for what a chunk scored: it must be gone before the next one is
+        best = _merge_best(best, _order_chunk(tiles, first_position, visible, cache, block_ids, slot_ids), plan)
     return best
+
+
+def _order_chunk(
+    tiles: torch.Tensor,
+    first_position: int,
+    visible: torch.Tensor,
+    cache: LayerCache,
+    block_ids: torch.Tensor,
+    slot_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Order keys of some blocks for some consecutive rows, [rows, blocks]."""
+    skipped = first_position % ROW_TILE
+    scores = _score_tiles(tiles, _block_tiles(cache, slot_ids))
+    scores = scores[skipped : skipped + visible.shape[0], : block_ids.shape[0]]
+    return order_keys(scores, block_ids[None]).masked_fill_(block_ids[None] >= visible[:, None], UNSEEN)
+
+
+def _merge_best(best: torch.Tensor, order: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+    return best_keys(torch.cat([best, order], dim=-1) if best.shape[1] else order, plan.topk_blocks)
 
 
 def _row_tiles(index_q: torch.Tensor, first_position: int) -> torch.Tensor:
@@ -141,7 +156,7 @@ def _row_tiles(index_q: torch.Tensor, first_position: int) -> torch.Tensor:
     skipped = first_position % ROW_TILE
     count = -(-(skipped + rows) // ROW_TILE)
     padded = torch.zeros(count * ROW_TILE, heads, dim, dtype=torch.float32, device=index_q.device)
-    padded[skipped : skipped + rows] = index_q.to(torch.float32)
+    padded[skipped : skipped + rows] = index_q
     by_head = padded.view(count, ROW_TILE, heads, dim).transpose(1, 2)
     return by_head.reshape(count, heads * ROW_TILE, dim)
 
@@ -151,7 +166,7 @@ def _block_tiles(cache: LayerCache, slot_ids: torch.Tensor) -> torch.Tensor:
     assert cache.block_keys is not None
     count, dim = -(-slot_ids.shape[0] // BLOCK_TILE), cache.block_keys.shape[2]
     padded = torch.zeros(count * BLOCK_TILE, dim, dtype=torch.float32, device=cache.device)
-    padded[: slot_ids.shape[0]] = read_slots(cache.block_keys, slot_ids).to(torch.float32)
+    padded[: slot_ids.shape[0]] = read_slots(cache.block_keys, slot_ids)
     return padded.view(count, BLOCK_TILE, dim)
 
 
