@@ -16,6 +16,7 @@ from flashqsa.preparation.plain import rotate
 from flashqsa.selection import select_blocks
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its plan and loops are no graph; the rest stays one
 def attention_forward(
     self: Any,
     hidden_states: torch.Tensor,
@@ -42,6 +43,11 @@ def attention_forward(
     assert isinstance(step, HFStep)
     cache = kwargs.get("past_key_values") if cache is None else cache
     batch, q_length, _ = hidden_states.shape
+    if cache is None and step.kv_tokens != q_length:
+        raise UnsupportedError(
+            f"flashqsa: attention_mask must be [B, tokens] = [{batch}, {q_length}] without a cache, got "
+            f"{step.kv_tokens} columns. Pass the cache whose tokens the mask counts, or a mask of these tokens."
+        )
     dim, index_dim = self.head_dim, self.indexer.index_head_dim
     q, gate = self.q_proj(hidden_states).view(batch * q_length, -1, 2 * dim).split(dim, dim=-1)
     k = self.k_proj(hidden_states).view(batch * q_length, -1, dim)
@@ -54,7 +60,7 @@ def attention_forward(
     q = rotate(self.q_norm(q), row_cos, row_sin).to(q.dtype)
     k = rotate(self.k_norm(k), row_cos, row_sin).to(k.dtype).view(batch, q_length, -1, dim)
 
-    past = step.kv_tokens - q_length if cache is None else int(cache.get_seq_length(self.layer_idx))
+    past = 0 if cache is None else int(cache.get_seq_length(self.layer_idx))
     with torch.no_grad():
         index_q = self.indexer.q_layernorm(index_qk[:, :, :-1].flatten(0, 1))
         index_q = rotate(index_q, row_cos, row_sin).to(index_qk.dtype)
@@ -106,5 +112,6 @@ def _check_call(self: Any, step: Any, kwargs: dict[str, Any]) -> None:
         )
     if self.training and self.attention_dropout:
         raise UnsupportedError(
-            f"flashqsa: attention_dropout must be 0 in training, got {self.attention_dropout}. Set it to 0 in the config."
+            f"flashqsa: attention_dropout must be 0 in training, got {self.attention_dropout}. "
+            "Set it to 0 in the config."
         )

@@ -7,7 +7,7 @@ instead, of a size that grows with the rows, never with rows times context.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -37,6 +37,18 @@ class HFStep:
     kv_tokens: int
     block_capacity: int
 
+    @property
+    def dtype(self) -> NoReturn:
+        """What transformers' own layer asks its mask for: it got a step because its model's config is an enabled one.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "flashqsa: every QSA layer that shares an enabled config must run on FlashQSA, got one with the forward of "
+            "transformers. Call enable on this model too: it has the config of another one, or hooks hide its class."
+        )
+
 
 def block_capacity(kv_tokens: int, block_tokens: int) -> int:
     """Blocks to allocate for a context: powers of two, so that growing contexts seldom copy."""
@@ -44,6 +56,7 @@ def block_capacity(kv_tokens: int, block_tokens: int) -> int:
     return int(1 << (blocks - 1).bit_length())
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def step_mask(
     batch_size: int,
     q_length: int,
@@ -94,10 +107,11 @@ def _visible_ranges(
     """First visible token, and one past the last, of each batch row."""
     if attention_mask is None:
         return (0,) * batch_size, (total,) * batch_size
-    visible = attention_mask[:, :total].to(torch.bool)
-    if visible.shape[0] != batch_size or visible.shape[1] != total:
+    visible = attention_mask[..., :total].to(torch.bool)
+    if list(visible.shape) != [batch_size, total]:
+        got = list(attention_mask.shape)
         raise UnsupportedError(
-            f"flashqsa: attention_mask must be [B, tokens] = [{batch_size}, {total}], got {list(attention_mask.shape)}. "
+            f"flashqsa: attention_mask must be [B, tokens] = [{batch_size}, {total}], got {got}. "
             "Pass the mask of the whole sequence, cached tokens included."
         )
     counts = visible.sum(dim=1)

@@ -1,10 +1,11 @@
-"""Enabling and disabling, per model or for the class, without a trace left behind."""
+"""Enabling and disabling, per model or for the classes, without a trace left behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -14,11 +15,29 @@ from flashqsa.integrations.hf.forward import attention_forward
 from flashqsa.integrations.hf.masks import MASK_NAME, step_mask
 from flashqsa.integrations.hf.report import forget_counts
 
-BEFORE = "flashqsa_attn_implementation"  # on an enabled text config: what it was before
-NEEDED = "q_proj k_proj v_proj o_proj q_norm k_norm indexer head_dim scaling layer_idx attention_dropout".split()
-NEEDED_OF_INDEXER = "index_qk_proj q_layernorm k_layernorm index_head_dim".split()
+BEFORE = "flashqsa_before"  # on an enabled attention: what `disable` puts back
+HOOKED = "_old_forward"  # where accelerate's hooks keep the forward that they wrap
+NEEDED = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "indexer", "head_dim", "scaling", "layer_idx",
+    "attention_dropout",
+)  # fmt: skip
+NEEDED_OF_INDEXER = ("index_qk_proj", "q_layernorm", "k_layernorm", "index_head_dim")
 
-_class_forwards: dict[type, Any] = {}
+_class_attributes: dict[tuple[type, str], Any] = {}
+"""What the classes had in their own namespace where FlashQSA has something now; None where they had nothing."""
+
+
+@dataclass(frozen=True)
+class _Before:
+    """One attention module before it was enabled.
+
+    Attributes:
+        forward: The forward of the instance, or None where its class's served.
+        implementation: `_attn_implementation` of its config.
+    """
+
+    forward: Any
+    implementation: str | None
 
 
 def enable(model: Any = None) -> Any:
@@ -40,14 +59,10 @@ def enable(model: Any = None) -> Any:
     if model is None:
         _enable_classes(modeling)
         return None
-    attentions = _checked_attentions(model, modeling)
-    config = attentions[0].config
-    if config._attn_implementation != MASK_NAME:
-        setattr(config, BEFORE, config._attn_implementation)
-        config._attn_implementation = MASK_NAME
-    for attention in attentions:
-        attention.forward = MethodType(attention_forward, attention)
-        forget_counts(attention)
+    for attention in _checked_attentions(model, modeling):
+        _enable_attention(attention)
+    for attention in qsa_attentions(model):
+        attention.config._attn_implementation = MASK_NAME
     return model
 
 
@@ -61,16 +76,15 @@ def disable(model: Any = None) -> Any:
         The model.
     """
     if model is None:
-        for owner, forward in _class_forwards.items():
-            owner.forward = forward  # type: ignore[attr-defined]
-        _class_forwards.clear()
+        for (owner, name), value in _class_attributes.items():
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        _class_attributes.clear()
         return None
     for attention in qsa_attentions(model):
-        if isinstance(attention.__dict__.get("forward"), MethodType):
-            del attention.forward
-        config = attention.config
-        if BEFORE in config.__dict__:
-            config._attn_implementation = config.__dict__.pop(BEFORE)
+        _disable_attention(attention)
     return model
 
 
@@ -81,7 +95,7 @@ def enabled(model: Any = None) -> Iterator[Any]:
     Args:
         model: As in `enable`.
     """
-    already = bool(_class_forwards) if model is None else _is_enabled(model)
+    already = bool(_class_attributes) if model is None else _is_enabled(model)
     enable(model)
     try:
         yield model
@@ -97,7 +111,34 @@ def qsa_attentions(model: Any) -> list[Any]:
 
 
 def _is_enabled(model: Any) -> bool:
-    return any(BEFORE in attention.config.__dict__ for attention in qsa_attentions(model))
+    return any(BEFORE in attention.__dict__ for attention in qsa_attentions(model))
+
+
+def _enable_attention(attention: Any) -> None:
+    """Replace the forward of one module, inside the hooks that it may have."""
+    if BEFORE in attention.__dict__:
+        return
+    name = HOOKED if HOOKED in attention.__dict__ else "forward"
+    before = _Before(attention.__dict__.get(name), attention.config._attn_implementation)
+    attention.__dict__[BEFORE] = before
+    setattr(attention, name, partial(attention_forward, attention))
+    forget_counts(attention)
+
+
+def _disable_attention(attention: Any) -> None:
+    """Undo `_enable_attention`, also where hooks came or went in the meantime."""
+    before: _Before | None = attention.__dict__.pop(BEFORE, None)
+    if before is None:
+        return
+    if attention.config._attn_implementation == MASK_NAME:
+        attention.config._attn_implementation = before.implementation
+    for name in (HOOKED, "forward"):
+        if getattr(attention.__dict__.get(name), "func", None) is not attention_forward:
+            continue
+        if before.forward is None and name == "forward":
+            del attention.forward
+        else:
+            setattr(attention, name, before.forward or MethodType(type(attention).forward, attention))
 
 
 def _modeling() -> Any:
@@ -105,8 +146,8 @@ def _modeling() -> Any:
         from transformers.models.qwen4_exp import modeling_qwen4_exp
     except ImportError as error:
         raise UnsupportedError(
-            "flashqsa.integrations.hf: transformers with qwen4_exp must be installed (5.16.1 or later), got: "
-            f"{error}. Run pip install 'flashqsa[transformers]'."
+            "flashqsa.integrations.hf: transformers must be installed with qwen4_exp (5.16.1 or later), got "
+            f"{type(error).__name__}: {error}. Run pip install 'flashqsa[transformers]'."
         ) from error
     return modeling_qwen4_exp
 
@@ -137,21 +178,37 @@ def _checked_attentions(model: Any, modeling: Any) -> list[Any]:
 
 
 def _enable_classes(modeling: Any) -> None:
-    """Replace the forward of the attention class; the text model asks for our mask while it runs."""
-    attention_class, model_class = modeling.Qwen4ExpTextAttention, modeling.Qwen4ExpTextModel
-    if attention_class in _class_forwards:
+    """Replace the attention's forward; our mask is asked for while the text model runs, and when `generate` plans."""
+    if _class_attributes:
         return
-    _class_forwards[attention_class] = attention_class.forward
-    _class_forwards[model_class] = model_forward = model_class.forward
-    attention_class.forward = attention_forward
+    from transformers.masking_utils import create_masks_for_generate
+
+    model_class = modeling.Qwen4ExpTextModel
+    model_forward = model_class.forward
 
     @wraps(model_forward)
-    def with_our_mask(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self.config._attn_implementation
-        self.config._attn_implementation = MASK_NAME
-        try:
+    def forward_with_our_mask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _our_mask(self.config):
             return model_forward(self, *args, **kwargs)
-        finally:
-            self.config._attn_implementation = before
 
-    model_class.forward = with_our_mask
+    def create_our_masks_for_generate(config: Any, *args: Any, **kwargs: Any) -> Any:
+        with _our_mask(config.get_text_config()):
+            return create_masks_for_generate(config, *args, **kwargs)
+
+    for owner, name, value in (
+        (modeling.Qwen4ExpTextAttention, "forward", attention_forward),
+        (model_class, "forward", forward_with_our_mask),
+        (modeling.Qwen4ExpPreTrainedModel, "create_masks_for_generate", staticmethod(create_our_masks_for_generate)),
+    ):
+        _class_attributes[owner, name] = vars(owner).get(name)
+        setattr(owner, name, value)
+
+
+@contextmanager
+def _our_mask(config: Any) -> Iterator[None]:
+    before = config._attn_implementation
+    config._attn_implementation = MASK_NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

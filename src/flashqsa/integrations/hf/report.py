@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from flashqsa.results import Selection
 
-ATTRIBUTE = "flashqsa_counts"
+_counts: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
+"""By attention module: [4] int64, as `LayerReport` has them. Kept beside the model, so that it carries no trace."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,13 @@ def count_rows(attention: Any, selection: Selection) -> None:
     step = torch.stack([live.sum(), dense.sum(), selection.visible_blocks.sum(), selection.block_counts.sum()]).to(
         torch.int64
     )
-    before = attention.__dict__.get(ATTRIBUTE)
-    attention.__dict__[ATTRIBUTE] = step if before is None else before + step
+    before = _counts.get(attention)
+    _counts[attention] = step if before is None else before + step
 
 
 def forget_counts(attention: Any) -> None:
     """Start counting from zero."""
-    attention.__dict__.pop(ATTRIBUTE, None)
+    _counts.pop(attention, None)
 
 
 def report(model: Any) -> list[LayerReport]:
@@ -65,7 +67,7 @@ def report(model: Any) -> list[LayerReport]:
 
     reports = []
     for attention in qsa_attentions(model):
-        counts = attention.__dict__.get(ATTRIBUTE)
+        counts = _counts.get(attention)
         if counts is not None:
             rows, dense_rows, visible, selected = counts.tolist()
             reports.append(LayerReport(attention.layer_idx, rows, dense_rows, visible, selected))
