@@ -1,0 +1,77 @@
+"""The tables of the documentation are what the result files say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.__main__ import main
+
+from benchmarks import report
+
+pytestmark = pytest.mark.transformers
+
+ENVIRONMENT = {
+    "commit": "0123456789ab", "date": "2030-01-02", "cpu": "A CPU", "threads": 2, "instruction_set": "AVX9",
+    "system": "Linux", "python": "3.11", "torch": "2", "transformers": "5", "load_average": 0.1,
+}  # fmt: skip
+
+
+def timed_row(measure: str, tokens: int, theirs: float, ours: float, target: float | None) -> report.Row:
+    return {
+        "measure": measure, "workload": "drifting", "tokens": tokens, "neighbour_overlap": 0.9,
+        "transformers": {"median_ms": theirs, "p20_ms": theirs, "p80_ms": theirs},
+        "flashqsa": {"median_ms": ours, "p20_ms": ours, "p80_ms": ours},
+        "speedup": theirs / ours, "target_speedup": target, "share_of_floor": {"transformers": 0.1, "flashqsa": 0.2},
+        "environment": ENVIRONMENT, "command": "python -m benchmarks hf-layer-cpu",
+    }  # fmt: skip
+
+
+def test_pages_hold_what_the_results_say():
+    assert main(["report", "--check"]) == 0, "run: python -m benchmarks report"
+
+
+def test_a_loss_is_shown_as_one():
+    text = report.time_table([timed_row("layer", 4096, theirs=50.0, ours=100.0, target=1.3)])
+    assert "| 0.50 | ≥ 1.3, missed |" in text
+    assert "| 4,096 | 0.90 | 50.0 (50.0 to 50.0) | 100 (100 to 100) |" in text
+
+
+def test_every_table_without_results_says_so():
+    sections = report.all_sections([])
+    assert all(report.NOT_MEASURED in sections[name] for name in ("layer", "layer-short", "selection", "memory"))
+
+
+def test_figures_come_with_command_commit_and_machine():
+    text = report.all_sections([timed_row("layer", 64, 2.0, 1.0, None)])["layer-short"]
+    for fact in ("python -m benchmarks hf-layer-cpu", "0123456789ab", "A CPU", "2 threads", "2030-01-02"):
+        assert fact in text
+
+
+def test_only_text_between_markers_changes():
+    page = "before\n<!-- begin: memory -->\nold\n<!-- end: memory -->\nafter\n"
+    filled = report.with_sections(page, {"memory": "new"})
+    assert filled == "before\n<!-- begin: memory -->\n\nnew\n\n<!-- end: memory -->\nafter\n"
+    assert report.with_sections(filled, {"memory": "new"}) == filled
+    with pytest.raises(KeyError):
+        report.with_sections("<!-- begin: unknown -->\n<!-- end: unknown -->", {})
+
+
+def test_check_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
+    page.write_text("<!-- begin: layer -->\n<!-- end: layer -->\n", encoding="utf-8")
+    results.write_text(json.dumps(timed_row("layer", 64, 2.0, 1.0, None)) + "\n", encoding="utf-8")
+    monkeypatch.setattr(report, "PAGES", (page,))
+    monkeypatch.setattr(report, "RESULTS", results)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    before = page.read_text(encoding="utf-8")
+    assert report.run(argparse.Namespace(check=True)) == 1
+    assert page.read_text(encoding="utf-8") == before
+    assert report.run(argparse.Namespace(check=False)) == 0
+    assert "| 2.00 |" in page.read_text(encoding="utf-8")
+    assert report.run(argparse.Namespace(check=True)) == 0
