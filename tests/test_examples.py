@@ -1,0 +1,46 @@
+"""Every example runs, in a process of its own, and says what it should."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+LONGEST = 60
+
+
+def run(name: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src")}
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_own_page_tables_reads_on_one_screen():
+    assert len((EXAMPLES / "own_page_tables.py").read_text(encoding="utf-8").splitlines()) <= LONGEST
+
+
+def test_own_page_tables():
+    output = run("own_page_tables.py")
+    assert "prefill: output [240, 6, 64]" in output
+    assert "request 0: 16 of 37 blocks" in output
+    assert "request 1: 16 of 22 blocks" in output
+
+
+@pytest.mark.transformers
+def test_patch_transformers():
+    pytest.importorskip("transformers")
+    output = run("patch_transformers.py")
+    assert re.search(r"layer 3: 319 rows, 67 of them within the budget", output)
+    assert re.search(r"\d+ of 20 new tokens are those of stock transformers", output)
+
+
+def test_all_examples_are_tested():
+    tested = re.findall(r'run\("(\w+\.py)"\)', Path(__file__).read_text(encoding="utf-8"))
+    assert sorted(set(tested)) == sorted(path.name for path in EXAMPLES.glob("*.py"))
