@@ -1,0 +1,92 @@
+"""README and docs: Python blocks run, links lead somewhere, pictures exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")])
+FENCED = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|(?:src|href|srcset)=\"([^\"]+)\"")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """Line and text of each fenced block in a language."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, found.start(2)) + 1, found[2]) for found in FENCED.finditer(text) if found[1] == language
+    ]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the `tiny-checkpoint` that pages have written by `flashqsa tiny tiny-checkpoint`."""
+    pytest.importorskip("transformers")
+    from flashqsa.commands.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("docs")
+    write_tiny_checkpoint(folder / "tiny-checkpoint", TinyOptions())
+    return folder
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_id)
+def test_python_blocks_run(page: Path, checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """In order, one namespace a page, in a folder with a tiny checkpoint."""
+    monkeypatch.chdir(checkpoint_folder)
+    names: dict[str, object] = {"__name__": "__page__"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for line, text in blocks(page, "python"):
+            code = compile("\n" * (line - 1) + text, page_id(page), "exec")
+            exec(code, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_and_images_exist(page: Path):
+    for found in LINK.finditer(prose(page)):
+        target = found[1] or found[2]
+        if re.match(r"https?://|mailto:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page_id(page)}: {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{page_id(page)}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings as links use them."""
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose(page)))
+    return {heading.strip().replace(" ", "-") for heading in kept}
+
+
+def test_every_picture_is_shown_somewhere_and_adapts_to_dark_pages():
+    shown = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    pictures = list((ROOT / "docs" / "img").iterdir())
+    assert pictures
+    for picture in pictures:
+        assert f"img/{picture.name}" in shown, picture.name
+        text = picture.read_text(encoding="utf-8")
+        assert "prefers-color-scheme: dark" in text, picture.name
+        assert "<title" in text, picture.name
+
+
+def test_every_page_is_reached_from_the_readme():
+    linked = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name}" in linked, page.name
