@@ -98,11 +98,16 @@ def test_enable_twice_is_enable_once(model: Any, prompt: torch.Tensor, watch: An
 
 def test_enabled_nests_and_survives_errors(model: Any, prompt: torch.Tensor, watch: Any) -> None:
     before = _trace(model)
-    with pytest.raises(ZeroDivisionError), hf.enabled(model):
-        with hf.enabled(model) as same:
-            assert same is model
-        assert _runs_on_flashqsa(model, prompt, watch), "leaving the inner block must not end the outer one"
-        raise ZeroDivisionError
+
+    def fail_inside() -> None:
+        with hf.enabled(model):
+            with hf.enabled(model) as same:
+                assert same is model
+            assert _runs_on_flashqsa(model, prompt, watch), "leaving the inner block must not end the outer one"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert _trace(model) == before
     hf.enable(model)
     with hf.enabled(model):
@@ -279,7 +284,7 @@ def test_compile_keeps_the_rest_of_the_model_in_graphs(make_model: Any, qsa_case
     model = hf.enable(make_model(qsa_case))
     with torch.no_grad():
         assert torch.equal(torch.compile(model, backend=backend)(prompt).logits, model(prompt).logits)
-    assert any("self.mlp(" in trace for trace in traced)
+    assert sum("modeling_qwen4_exp" in trace for trace in traced) > 50
     assert not any("flashqsa" in trace for trace in traced)
 
 
