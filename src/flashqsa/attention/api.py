@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from flashqsa.attention.differentiable import attend_rows_differentiable
 from flashqsa.attention.gating import gate_output
-from flashqsa.attention.plain import attend_rows_torch
-from flashqsa.attention.reference import attend_rows_reference, row_tokens_reference
-from flashqsa.attention.tiles import RowTokens
+from flashqsa.attention.plain import StepRows, attend_rows_torch, wide_dtype
+from flashqsa.attention.reference import attend_rows_reference
+from flashqsa.attention.tokens import RowTokens
 from flashqsa.attention.values import check_selection_values, check_token_values
 from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import FLOAT_DTYPES, expect, values_are_checked
-from flashqsa.errors import SelectionError, ShapeError
-from flashqsa.plan import RowGroup, StepPlan
+from flashqsa.errors import DTypeError, SelectionError, ShapeError
+from flashqsa.plan import StepPlan
 from flashqsa.results import Selection
 
 Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -80,22 +79,10 @@ def attend(
         )
     if values_are_checked(cache.device):
         check_selection_values(where, selection, plan)
-    r = plan.block_tokens
-
-    def row_tokens(row: int) -> list[int]:
-        block_ids = selection.block_ids[row, : int(selection.block_counts[row])].tolist()
-        tail_start = int(selection.visible_blocks[row]) * r
-        return row_tokens_reference(block_ids, tail_start, int(plan.positions[row]), r, include_tail)
-
-    def group_tokens(group: RowGroup) -> RowTokens:
-        rows = slice(group.first_row, group.end_row)
-        tail_starts = selection.visible_blocks[rows].to(torch.int64) * r if include_tail else None
-        return RowTokens(selection.block_ids[rows], selection.block_counts[rows], r, tail_starts, plan.positions[rows])
-
-    return _attend_rows(
-        where, q, cache, plan, row_tokens, group_tokens, gate=gate, softmax_scale=softmax_scale, row_exact=row_exact,
-        out_dtype=out_dtype, return_lse=return_lse, out=out, backend=backend,
-    )  # fmt: skip
+    tail_starts = selection.visible_blocks.to(torch.int64) * plan.block_tokens if include_tail else None
+    tokens = RowTokens(selection.block_ids, selection.block_counts, plan.block_tokens, tail_starts, plan.positions)
+    step = _step_rows(cache, plan, tokens, softmax_scale, row_exact)
+    return _attend_rows(where, q, cache, step, gate, out_dtype, return_lse, out, backend)
 
 
 def attend_tokens(
@@ -140,21 +127,15 @@ def attend_tokens(
     dims = {"T": plan.num_rows}
     expect(where, "token_ids", token_ids, "T W+1", dims, dtypes=(torch.int32,), device=cache.device)
     if dims["W+1"] < 1:
-        raise ShapeError(f"{where}: token_ids must have at least the column of counts, got {list(token_ids.shape)}.")
+        raise ShapeError(
+            f"{where}: token_ids must have at least the column of counts, got {list(token_ids.shape)}. "
+            "Lay the list out as expand_tokens does."
+        )
     if values_are_checked(cache.device):
         check_token_values(where, token_ids, plan)
-
-    def row_tokens(row: int) -> list[int]:
-        return [int(token) for token in token_ids[row, : int(token_ids[row, -1])]]
-
-    def group_tokens(group: RowGroup) -> RowTokens:
-        rows = slice(group.first_row, group.end_row)
-        return RowTokens(token_ids[rows, :-1], token_ids[rows, -1], 1, None, plan.positions[rows])
-
-    return _attend_rows(
-        where, q, cache, plan, row_tokens, group_tokens, gate=gate, softmax_scale=softmax_scale, row_exact=row_exact,
-        out_dtype=out_dtype, return_lse=return_lse, out=out, backend=backend,
-    )  # fmt: skip
+    tokens = RowTokens(token_ids[:, :-1], token_ids[:, -1], 1, None, plan.positions)
+    step = _step_rows(cache, plan, tokens, softmax_scale, row_exact)
+    return _attend_rows(where, q, cache, step, gate, out_dtype, return_lse, out, backend)
 
 
 def _check_q(where: str, q: torch.Tensor, cache: LayerCache, plan: StepPlan, gate: torch.Tensor | None) -> None:
@@ -162,39 +143,60 @@ def _check_q(where: str, q: torch.Tensor, cache: LayerCache, plan: StepPlan, gat
     expect(where, "q", q, "T Hq D", dims, dtypes=FLOAT_DTYPES, device=cache.device,
            hint="One row of queries a row of the plan.")  # fmt: skip
     if q.shape[1] % cache.kv_heads:
-        raise ShapeError(f"{where}: q must have a multiple of {cache.kv_heads} KV heads, got {q.shape[1]} query heads.")
+        raise ShapeError(
+            f"{where}: q must have a multiple of {cache.kv_heads} heads, the KV heads of the cache, got {q.shape[1]}. "
+            "Every KV head serves as many query heads."
+        )
     if gate is not None:
         expect(where, "gate", gate, "T Hq D", dims, dtypes=FLOAT_DTYPES, device=cache.device,
                hint="Pass the gate half of q_proj.")  # fmt: skip
     plan.check_cache(where, cache)
 
 
+def _step_rows(
+    cache: LayerCache, plan: StepPlan, tokens: RowTokens, softmax_scale: float | None, row_exact: bool
+) -> StepRows:
+    scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    return StepRows(plan, tokens, scale, cache.k_scale, cache.v_scale, row_exact)
+
+
 def _attend_rows(
     where: str,
     q: torch.Tensor,
     cache: LayerCache,
-    plan: StepPlan,
-    row_tokens: Callable[[int], list[int]],
-    group_tokens: Callable[[RowGroup], RowTokens],
-    *,
+    step: StepRows,
     gate: torch.Tensor | None,
-    softmax_scale: float | None,
-    row_exact: bool,
     out_dtype: torch.dtype | None,
     return_lse: bool,
     out: torch.Tensor | None,
     backend: str,
 ) -> Attended:
-    out_dtype = out_dtype or (out.dtype if out is not None else q.dtype)
-    scale = cache.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    if out_dtype is None:
+        out_dtype = q.dtype if out is None else out.dtype
+    if out_dtype not in FLOAT_DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+        raise DTypeError(
+            f"{where}: out_dtype must be one of {allowed}, got {str(out_dtype).removeprefix('torch.')}. "
+            "Ask for float32 where partial outputs are merged."
+        )
     if out is not None:
         dims = {"T": q.shape[0], "Hq": q.shape[1], "D": q.shape[2]}
         expect(where, "out", out, "T Hq D", dims, dtypes=(out_dtype,), device=q.device)
     if resolve_backend("attend", backend, cache.device) == "reference":
-        attended, lse = attend_rows_reference(q, cache, plan, row_tokens, scale)
-    else:
-        attended, lse = attend_rows_torch(q, cache, plan, group_tokens, scale, row_exact=row_exact)
-    result = gate_output(attended, gate, q.dtype, out_dtype)
+        attended, lse = attend_rows_reference(q, cache, step.plan, step.tokens, step.softmax_scale)
+    elif _needs_gradients(q, cache, gate):
+        attended, lse = attend_rows_differentiable(q, cache.k_pages, cache.v_pages, step)
+    else:  # straight into the result: no intermediate of its size
+        result = torch.empty(q.shape, dtype=out_dtype, device=q.device) if out is None else out
+        lse = torch.empty(q.shape[:2], dtype=wide_dtype(q), device=q.device)
+        attend_rows_torch(q, cache.k_pages, cache.v_pages, step, result, lse, gate=gate)
+        return (result, lse) if return_lse else result
+    result = gate_output(attended, lse, gate, q.dtype, out_dtype)
     if out is not None:
         result = out.copy_(result)
     return (result, lse) if return_lse else result
+
+
+def _needs_gradients(q: torch.Tensor, cache: LayerCache, gate: torch.Tensor | None) -> bool:
+    tensors = (q, cache.k_pages, cache.v_pages, *(() if gate is None else (gate,)))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

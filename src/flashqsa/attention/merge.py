@@ -55,4 +55,4 @@ def merge_partials(
         share = weight / total.masked_fill(total == 0, 1)
         merged = merged + torch.where(weight[..., None] == 0, 0, out * share[..., None])
     model_dtype = outputs[0].dtype if gate is None else gate.dtype
-    return gate_output(merged, gate, model_dtype, out_dtype or model_dtype)
+    return gate_output(merged, top, gate, model_dtype, out_dtype or model_dtype)

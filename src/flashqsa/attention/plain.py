@@ -2,107 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from flashqsa.attention.tiles import RowTokens, Tile, row_tile, union_tiles
-from flashqsa.cache.state import LayerCache, read_slots
+from flashqsa.attention.gating import gate_output
+from flashqsa.attention.slots import SlotReader
+from flashqsa.attention.tiles import Tile, row_tile, union_tiles
+from flashqsa.attention.tokens import RowTokens
 from flashqsa.matmul import exact_fp32_matmul
-from flashqsa.plan import RowGroup, StepPlan
+from flashqsa.plan import StepPlan
 
 PIECE_TOKENS = 1024
 """Tokens of a union that are attended at once; bounds memory, whatever the context."""
 
 
+@dataclass(frozen=True)
+class StepRows:
+    """What the rows of a step attend, and how: everything but queries, keys and values.
+
+    Attributes:
+        plan: The step.
+        tokens: What each row attends.
+        softmax_scale: Multiplies the scores.
+        k_scale: Multiplies stored keys, or None.
+        v_scale: Multiplies stored values, or None.
+        row_exact: Whether every row is attended alone.
+    """
+
+    plan: StepPlan
+    tokens: RowTokens
+    softmax_scale: float
+    k_scale: float | torch.Tensor | None
+    v_scale: float | torch.Tensor | None
+    row_exact: bool
+
+    def tiles(self, query_group: int) -> Iterator[tuple[Tile, torch.Tensor]]:
+        """All tiles of the step with the slots of their tokens.
+
+        A request with one row, and every row with `row_exact`, is attended alone: a function of the row and its tokens.
+        """
+        for group in self.plan.row_groups():
+            tokens = self.tokens.rows(group.first_row, group.end_row)
+            tiles: Iterable[Tile]
+            if self.row_exact or group.num_rows == 1:
+                tiles = (row_tile(tokens, row, group.first_row) for row in range(group.num_rows))
+            else:
+                tiles = union_tiles(tokens, group.first_row, group.first_position, query_group)
+            for tile in tiles:
+                yield tile, self.plan.token_slots(group.request_id, tile.token_ids)
+
+
 def attend_rows_torch(
     q: torch.Tensor,
-    cache: LayerCache,
-    plan: StepPlan,
-    tokens_of: Callable[[RowGroup], RowTokens],
-    softmax_scale: float,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    step: StepRows,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     *,
-    row_exact: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows of a step, each over the tokens of its request's `RowTokens`.
+    gate: torch.Tensor | None = None,
+) -> None:
+    """Attend all rows of a step, computing in fp32 (float64 for float64 queries). Nothing here is differentiable.
 
-    A request with one row, and every row with `row_exact`, is attended alone: a function of the row and its tokens.
-
-    Returns:
-        Output [T, Hq, D] and lse [T, Hq] in fp32 (float64 for float64), not gated; padding rows are 0 and -inf.
+    Args:
+        q: [T, Hq, D] queries.
+        k_pages: [P, page_tokens, Hkv, D] keys.
+        v_pages: The same for values.
+        step: What the rows attend.
+        out: [T, Hq, D] filled with the output, gated if `gate` is given; 0 in rows without a token.
+        lse: [T, Hq] fp32 filled with the log-sum-exp, -inf in those rows.
+        gate: [T, Hq, D] gate logits, or None.
     """
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = torch.zeros(q.shape, dtype=wide, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
-    differentiable = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (q, cache.k_pages, cache.v_pages)
-    )
-    with exact_fp32_matmul():
-        for group in plan.row_groups():
-            tokens = tokens_of(group)
-            if row_exact or group.num_rows == 1:
-                tiles = (row_tile(tokens, row, group.first_row + row) for row in range(group.num_rows))
-            else:
-                tiles = union_tiles(tokens, group.first_row, group.first_position, q.shape[1] // cache.kv_heads)
-            for tile in tiles:
-                if not tile.token_ids.numel():
-                    continue
-                slots = plan.token_slots(group.request_id, tile.token_ids)
-                if differentiable:  # keep no gathered keys between forward and backward
-                    attended = checkpoint(_attend_tile, q[tile.rows], cache, tile, slots, softmax_scale,
-                                          use_reentrant=False)  # fmt: skip
-                else:
-                    attended = _attend_tile(q[tile.rows], cache, tile, slots, softmax_scale)
-                out[tile.rows], lse[tile.rows] = attended
-    return out, lse
+    keys, values = (SlotReader(pages, wide_dtype(q)) for pages in (k_pages, v_pages))
+    with torch.no_grad(), exact_products(q.device):
+        padding = (step.plan.request_ids < 0).nonzero().flatten()
+        out.index_fill_(0, padding, 0)
+        lse.index_fill_(0, padding, -torch.inf)
+        for tile, slots in step.tiles(q.shape[1] // keys.heads):
+            queries = scaled_queries(q[tile.rows], keys.heads, step)
+            heads_out, heads_lse = _attend_tile(queries, keys, values, tile.mask, slots)
+            if step.v_scale is not None:
+                heads_out = heads_out * step.v_scale
+            rows_out, rows_lse = by_row(heads_out, tile), by_row(heads_lse, tile)
+            rows_gate = None if gate is None else gate[tile.rows]
+            out[tile.rows] = gate_output(rows_out, rows_lse, rows_gate, q.dtype, out.dtype)
+            lse[tile.rows] = rows_lse
 
 
 def _attend_tile(
-    q: torch.Tensor, cache: LayerCache, tile: Tile, slots: torch.Tensor, softmax_scale: float
+    queries: torch.Tensor, keys: SlotReader, values: SlotReader, mask: torch.Tensor | None, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [n, Hq, D] of one tile over its tokens; online softmax, one piece of the tokens at a time."""
-    rows, q_heads, dim = q.shape
-    kv_heads = cache.kv_heads
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    # [Hkv, n * G, D], contiguous: the product of a row is the same whatever it was cut from
-    queries = q.to(wide).view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim) * softmax_scale
-    tops = [torch.full(queries.shape[1:2], -torch.inf, dtype=wide, device=q.device) for _ in range(kv_heads)]
-    sums = [torch.zeros_like(top) for top in tops]
-    totals = [torch.zeros_like(queries[head]) for head in range(kv_heads)]
-    for start in range(0, slots.shape[0], PIECE_TOKENS):
-        piece = slots[start : start + PIECE_TOKENS]
-        k = _read(cache.k_pages, piece, cache.k_scale, wide)
-        v = _read(cache.v_pages, piece, cache.v_scale, wide)
-        hidden = None if tile.mask is None else _hidden(tile.mask[:, start : start + PIECE_TOKENS], q_heads // kv_heads)
-        for head in range(kv_heads):
-            scores = queries[head] @ k[:, head].t()
-            if hidden is not None:
-                scores = scores.masked_fill(hidden, -torch.inf)
-            top = torch.maximum(tops[head], scores.amax(dim=-1))
-            base = top.masked_fill(top == -torch.inf, 0)  # nothing seen yet: exp(-inf - 0) is 0, not NaN
-            weights = torch.exp(scores - base[:, None])
-            keep = torch.exp(tops[head] - base)
-            sums[head] = sums[head] * keep + weights.sum(dim=-1)
-            totals[head] = totals[head] * keep[:, None] + weights @ v[:, head]
-            tops[head] = top
-    total, weight, top = torch.stack(totals), torch.stack(sums), torch.stack(tops)
-    out = torch.where(weight[..., None] == 0, 0, total / weight[..., None].masked_fill(weight[..., None] == 0, 1))
-    lse = top + torch.log(weight)
-    by_row = (kv_heads, rows, q_heads // kv_heads)
-    return (
-        out.view(*by_row, dim).transpose(0, 1).reshape(rows, q_heads, dim),
-        lse.view(by_row).transpose(0, 1).reshape(rows, q_heads),
-    )
+    """Output [Hkv, n * G, D] and lse [Hkv, n * G] of one tile; online softmax, one piece of the tokens at a time."""
+    top = torch.full(queries.shape[:2], -torch.inf, dtype=queries.dtype, device=queries.device)
+    total, out = torch.zeros_like(top), torch.zeros_like(queries)
+    for piece in pieces(slots.shape[0]):
+        scores = piece_scores(queries, keys.read(slots[piece]), mask, piece)
+        higher = torch.maximum(top, scores.amax(dim=-1))
+        base = higher.masked_fill(higher == -torch.inf, 0)  # nothing seen yet: exp(-inf - 0) is 0, not NaN
+        weights = scores.sub_(base[..., None]).exp_()
+        keep = torch.exp(top - base)
+        total = total * keep + weights.sum(dim=-1)
+        out.mul_(keep[..., None]).baddbmm_(weights, values.read(slots[piece]))
+        top = higher
+    out.div_(total[..., None])
+    if mask is None:
+        empty = torch.full_like(total, not slots.shape[0], dtype=torch.bool)
+    else:
+        empty = (~mask.any(dim=1)).repeat_interleave(queries.shape[1] // mask.shape[0])
+    return out.masked_fill_(empty[..., None], 0), top + torch.log(total)
 
 
-def _read(
-    pages: torch.Tensor, slots: torch.Tensor, scale: float | torch.Tensor | None, wide: torch.dtype
-) -> torch.Tensor:
-    rows = read_slots(pages, slots).to(wide)
-    return rows if scale is None else rows * scale
+def pieces(tokens: int) -> Iterator[slice]:
+    """The tokens of a tile in pieces that are attended at once."""
+    for start in range(0, tokens, PIECE_TOKENS):
+        yield slice(start, min(start + PIECE_TOKENS, tokens))
 
 
-def _hidden(mask: torch.Tensor, query_group: int) -> torch.Tensor:
-    """[n, U] of attended tokens to [n * G, U] of hidden ones."""
-    return (~mask).repeat_interleave(query_group, dim=0)
+def piece_scores(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, piece: slice) -> torch.Tensor:
+    """Scores [Hkv, n * G, p] of one piece, -inf where a row does not attend a token."""
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    if mask is not None:
+        hidden = ~mask[:, piece]
+        if bool(hidden.any()):
+            rows, tokens = hidden.shape
+            scores.view(scores.shape[0], rows, -1, tokens).masked_fill_(hidden[:, None], -torch.inf)
+    return scores
+
+
+def scaled_queries(q: torch.Tensor, kv_heads: int, step: StepRows) -> torch.Tensor:
+    """Queries [n, Hq, D] as [Hkv, n * G, D] wide and contiguous, times all that multiplies a score."""
+    queries = q.to(wide_dtype(q)) * step.softmax_scale
+    if step.k_scale is not None:
+        queries = queries * step.k_scale
+    return by_kv_head(queries, kv_heads)
+
+
+def by_kv_head(rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[n, Hq, D] as [Hkv, n * G, D] contiguous."""
+    count, _, dim = rows.shape
+    return rows.reshape(count, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads, -1, dim).contiguous()
+
+
+def by_row(heads: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """[Hkv, n * G, ...] as [n, Hq, ...]."""
+    count = tile.rows.stop - tile.rows.start
+    split = heads.view(heads.shape[0], count, -1, *heads.shape[2:])
+    return split.transpose(0, 1).flatten(1, 2)
+
+
+def wide_dtype(q: torch.Tensor) -> torch.dtype:
+    """What attention computes in: fp32, or float64 for float64 queries."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Keep TF32 and autocast out of the products inside the block."""
+    with exact_fp32_matmul():
+        if torch.amp.is_autocast_available(device.type):
+            with torch.autocast(device.type, enabled=False):
+                yield
+        else:
+            yield

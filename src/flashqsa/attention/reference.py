@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
+from flashqsa.attention.tokens import RowTokens
 from flashqsa.cache.state import LayerCache, read_slots
 from flashqsa.plan import StepPlan
 
@@ -37,22 +36,10 @@ def attend_row_reference(
     return out, lse
 
 
-def row_tokens_reference(
-    block_ids: list[int], tail_start: int, position: int, block_tokens: int, include_tail: bool
-) -> list[int]:
-    """Token ids that a row attends: its blocks, then ``tail_start .. position``."""
-    tokens = [block * block_tokens + member for block in block_ids for member in range(block_tokens)]
-    return tokens + (list(range(tail_start, position + 1)) if include_tail else [])
-
-
 def attend_rows_reference(
-    q: torch.Tensor,
-    cache: LayerCache,
-    plan: StepPlan,
-    tokens_of: Callable[[int], list[int]],
-    softmax_scale: float,
+    q: torch.Tensor, cache: LayerCache, plan: StepPlan, tokens: RowTokens, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows of a step, each over the tokens that `tokens_of` names.
+    """All rows of a step, each over its own tokens, in the order in which they are listed.
 
     Returns:
         Output [T, Hq, D] and lse [T, Hq], wide dtype, not gated; rows of padding are 0 and -inf.
@@ -63,7 +50,7 @@ def attend_rows_reference(
     for row, request in enumerate(plan.request_ids.tolist()):
         if request < 0:
             continue
-        slots = plan.token_slots(request, torch.tensor(tokens_of(row), dtype=torch.int64, device=q.device))
+        slots = plan.token_slots(request, tokens.token_ids(row))
         k = read_slots(cache.k_pages, slots).to(dtype)
         v = read_slots(cache.v_pages, slots).to(dtype)
         k = k if cache.k_scale is None else k * cache.k_scale

@@ -1,8 +1,8 @@
 """Union tiles: neighbouring rows of one request share the tokens that any of them attends.
 
 Neighbours select mostly the same blocks, so their union is gathered once and each row masks what it did not select.
-Tiles sit at absolute multiples of `TILE_ROWS` in their request: rows cut at those places have the same neighbours, hence
-the same bits, in every chunk. How far a tile is split further follows from its own selections alone.
+Tiles sit at absolute multiples of `TILE_ROWS` in their request: rows cut at those places have the same neighbours,
+hence the same bits, in every chunk. How far a tile is split further follows from its own selections alone.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from flashqsa.attention.tokens import RowTokens
+
 TILE_ROWS = 64
 """Rows of a tile. Chunks that are cut at multiples of it give the same bits as one long prefill."""
 
-SPLITS = (64, 16, 4)
+SPLITS = (64, 16, 4, 1)
 GATHER_COST = 32
 """Gathering a token costs about as much as attending it with this many query heads."""
 
@@ -35,35 +37,9 @@ class Tile:
     mask: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class RowTokens:
-    """What the rows of one request attend, before it is cut into tiles.
-
-    Attributes:
-        unit_ids: [n, W] integer ids of units (blocks or tokens), valid up to the row's count.
-        unit_counts: [n] integer.
-        unit_tokens: Tokens of a unit.
-        tail_starts: [n] int64 first tail token, or None without a tail.
-        positions: [n] int64 position of each row, the last token of its tail.
-    """
-
-    unit_ids: torch.Tensor
-    unit_counts: torch.Tensor
-    unit_tokens: int
-    tail_starts: torch.Tensor | None
-    positions: torch.Tensor
-
-
-def row_tile(tokens: RowTokens, row: int, packed_row: int) -> Tile:
-    """The tile of one row alone: its units in their own order, then its tail."""
-    count, r = int(tokens.unit_counts[row]), tokens.unit_tokens
-    device = tokens.unit_ids.device
-    units = tokens.unit_ids[row, :count].to(torch.int64)
-    token_ids = (units[:, None] * r + torch.arange(r, device=device)).flatten()
-    if tokens.tail_starts is not None:
-        tail = torch.arange(int(tokens.tail_starts[row]), int(tokens.positions[row]) + 1, device=device)
-        token_ids = torch.cat([token_ids, tail])
-    return Tile(slice(packed_row, packed_row + 1), token_ids, None)
+def row_tile(tokens: RowTokens, row: int, first_row: int) -> Tile:
+    """The tile of one row alone. In whatever order its tokens were listed, they are attended from the first on."""
+    return Tile(slice(first_row + row, first_row + row + 1), tokens.token_ids(row).sort().values, None)
 
 
 def union_tiles(tokens: RowTokens, first_row: int, first_position: int, query_group: int) -> Iterator[Tile]:
@@ -76,29 +52,42 @@ def union_tiles(tokens: RowTokens, first_row: int, first_position: int, query_gr
         query_group: Query heads a KV head, which decides how far splitting pays.
     """
     count = tokens.positions.shape[0]
-    start = 0
-    while start < count:
-        end = min((first_position + start) // TILE_ROWS * TILE_ROWS + TILE_ROWS - first_position, count)
-        marks = _mark_units(tokens, start, end)
-        offset = (first_position + start) % TILE_ROWS
-        height = _cheapest_height(marks, offset, query_group)
-        low = start
-        while low < end:
-            high = min((first_position + low) // height * height + height - first_position, end)
-            yield _tile(tokens, marks[low - start : high - start], low, high, first_row)
-            low = high
-        start = end
+    for start, end in _cuts(first_position, 0, count, TILE_ROWS):
+        part = tokens.rows(start, end)
+        unit_ids, marks = _mark_units(part)
+        height = _cheapest_height(marks, (first_position + start) % TILE_ROWS, query_group)
+        for low, high in _cuts(first_position, start, end, height):
+            rows = slice(low - start, high - start)
+            yield _tile(part.rows(rows.start, rows.stop), unit_ids, marks[rows], first_row + low)
 
 
-def _mark_units(tokens: RowTokens, start: int, end: int) -> torch.Tensor:
-    """[rows, units up to the last position] bool: which units each row attends, wholly or as part of its tail."""
-    r, rows = tokens.unit_tokens, slice(start, end)
-    width = int(tokens.positions[rows].max()) // r + 1
-    ids, counts = tokens.unit_ids[rows].to(torch.int64), tokens.unit_counts[rows]
-    valid = torch.arange(ids.shape[1], device=ids.device)[None] < counts[:, None]
-    marks = torch.zeros(end - start, width + 1, dtype=torch.bool, device=ids.device)
-    marks.scatter_(1, torch.where(valid, ids, width), True)  # what is not valid lands in a last column, cut off here
-    return marks[:, :width]
+def _cuts(first_position: int, start: int, end: int, height: int) -> Iterator[tuple[int, int]]:
+    """Rows start .. end of a request, cut where their positions are multiples of a height."""
+    while start < end:
+        position = first_position + start
+        cut = min(end, start + height - position % height)
+        yield start, cut
+        start = cut
+
+
+def _mark_units(tokens: RowTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """Units that any of the rows attends, wholly or in its tail: [U] ids, ascending, and [rows, U] bool who does."""
+    ids, device = tokens.unit_ids, tokens.unit_ids.device
+    valid = torch.arange(ids.shape[1], device=device)[None] < tokens.unit_counts[:, None]
+    named = torch.where(valid, ids, -1).to(torch.int64).flatten()
+    tail_units = torch.empty(0, dtype=torch.int64, device=device)
+    if tokens.tail_starts is not None:
+        first, last = int(tokens.tail_starts.min()), int(tokens.positions.max())
+        tail_units = torch.arange(first // tokens.unit_tokens, last // tokens.unit_tokens + 1, device=device)
+    unit_ids, places = torch.unique(torch.cat([named, tail_units]), return_inverse=True)
+    marks = torch.zeros(ids.shape[0], unit_ids.shape[0], dtype=torch.bool, device=device)
+    marks.scatter_(1, places[: named.shape[0]].view(ids.shape), True)
+    if tokens.tail_starts is not None:
+        first_unit = (tokens.tail_starts // tokens.unit_tokens)[:, None]
+        last_unit = torch.where(tokens.tail_starts <= tokens.positions, tokens.positions // tokens.unit_tokens, -1)
+        marks |= (unit_ids >= first_unit) & (unit_ids <= last_unit[:, None])
+    invalid = int(unit_ids[0] == -1) if unit_ids.shape[0] else 0  # where ids past the counts landed
+    return unit_ids[invalid:], marks[:, invalid:]
 
 
 def _cheapest_height(marks: torch.Tensor, offset: int, query_group: int) -> int:
@@ -108,7 +97,7 @@ def _cheapest_height(marks: torch.Tensor, offset: int, query_group: int) -> int:
     best, least = SPLITS[-1], float("inf")
     union, rows = padded, 1
     for height in reversed(SPLITS):
-        union = union.view(-1, height // rows, union.shape[1]).any(dim=1)
+        union = union.view(TILE_ROWS // height, height // rows, union.shape[1]).any(dim=1)
         rows = height
         cost = float(union.sum()) * (GATHER_COST + min(height, marks.shape[0]) * query_group)
         if cost <= least:
@@ -116,21 +105,16 @@ def _cheapest_height(marks: torch.Tensor, offset: int, query_group: int) -> int:
     return best
 
 
-def _tile(tokens: RowTokens, marks: torch.Tensor, low: int, high: int, first_row: int) -> Tile:
-    r, rows = tokens.unit_tokens, slice(low, high)
-    packed = slice(first_row + low, first_row + high)
-    positions = tokens.positions[rows]
-    last = int(positions.max())
-    wanted = marks.any(dim=0)
-    if tokens.tail_starts is not None:
-        wanted[int(tokens.tail_starts[rows].min()) // r : last // r + 1] = True
-    units = wanted.nonzero()[:, 0]
-    token_ids = (units[:, None] * r + torch.arange(r, device=units.device)).flatten()
-    mask = marks[:, units].repeat_interleave(r, dim=1)
-    if tokens.tail_starts is not None:
-        in_tail = (token_ids[None] >= tokens.tail_starts[rows, None]) & (token_ids[None] <= positions[:, None])
-        mask = mask | in_tail
+def _tile(tokens: RowTokens, unit_ids: torch.Tensor, marks: torch.Tensor, first_row: int) -> Tile:
+    """The tile of some rows, from the units that they attend at least in part."""
+    r, device = tokens.unit_tokens, unit_ids.device
+    used_units = marks.any(dim=0)
+    token_ids = (unit_ids[used_units][:, None] * r + torch.arange(r, device=device)).flatten()
+    mask = marks[:, used_units].repeat_interleave(r, dim=1)
+    if tokens.tail_starts is not None:  # a tail ends within its last unit
+        mask &= token_ids <= tokens.positions[:, None]
     used = mask.any(dim=0)
     if not bool(used.all()):
         token_ids, mask = token_ids[used], mask[:, used]
+    packed = slice(first_row, first_row + marks.shape[0])
     return Tile(packed, token_ids, None if bool(mask.all()) else mask)

@@ -34,8 +34,8 @@ def check_selection_values(where: str, selection: Selection, plan: StepPlan) -> 
 def _refuse(where: str, bad: torch.Tensor, name: str, rule: str, values: torch.Tensor) -> None:
     if bool(bad.any()):
         row = int(bad.nonzero()[0, 0])
-        shown = values[row].tolist()
-        shown = shown if isinstance(shown, int) else f"{shown[:8]}..."
+        got = values[row].tolist()
+        shown = f"{got[:8]}..." if isinstance(got, list) else got
         raise SelectionError(
             f"{where}: selection.{name} must be {rule}, got {shown} in row {row}. "
             "Use the selection of these rows, in their order."
