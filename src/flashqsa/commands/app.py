@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         return _run(words)
+    except KeyboardInterrupt:
+        return _interrupted()
     except FlashQSAError as error:
         return _fail(str(error))
     except ModuleNotFoundError as error:
@@ -49,6 +51,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
+    from flashqsa.commands.generate import generate
     from flashqsa.commands.tiny import tiny
 
     app = typer.Typer(
@@ -72,6 +75,7 @@ def build_app() -> typer.Typer:
         """Options of the program itself."""
 
     app.command(help="Write a small random qwen4_exp checkpoint into DIRECTORY.")(tiny)
+    app.command(help="Generate from CHECKPOINT, greedily; with --compare, beside stock transformers.")(generate)
     return app
 
 
@@ -85,13 +89,17 @@ def _run(words: list[str]) -> int:
     try:
         outcome = typer.main.get_command(app).main(args=words, prog_name="flashqsa", standalone_mode=False)
     except typer.Abort:
-        print("flashqsa: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _interrupted()
     except parser_error as error:
         if not hasattr(error, "format_message"):
             raise
         return _fail(f"{error.format_message().rstrip('.')} (see flashqsa --help)")
     return outcome if isinstance(outcome, int) else 0
+
+
+def _interrupted() -> int:
+    print("flashqsa: interrupted", file=sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 def _fail(message: str) -> int:
