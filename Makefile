@@ -8,6 +8,8 @@ PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
 DEMO_CHECKPOINT := build/demo-checkpoint
+# One thread: the matrices are so small that more of them mostly wait for each other.
+DEMO_OPTIONS := --random-tokens 3000 --max-new-tokens 64 --dtype float32 --device cpu --threads 1
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RUFF_CACHE_DIR := build/ruff
@@ -42,8 +44,8 @@ format: $(INSTALLED) ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 
 demo: $(INSTALLED) ## Write a tiny checkpoint, generate from it, compare with transformers
-	$(BIN)/flashqsa tiny $(DEMO_CHECKPOINT) --force
-	$(BIN)/flashqsa generate $(DEMO_CHECKPOINT) --random-tokens 3000 --max-new-tokens 64 --compare
+	$(BIN)/flashqsa tiny $(DEMO_CHECKPOINT) --layers 8 --force
+	$(BIN)/flashqsa generate $(DEMO_CHECKPOINT) $(DEMO_OPTIONS) --compare
 
 clean: ## Remove .venv and build
 	rm -rf $(VENV) build
