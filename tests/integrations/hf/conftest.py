@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers", minversion="5.16.1")
 
 from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling  # noqa: E402
 
+from flashqsa.integrations import hf  # noqa: E402
 from flashqsa.integrations.hf import forward as seam  # noqa: E402
 
 CLOSE = 1e-5
@@ -263,6 +264,28 @@ def _selected(selection: Selection, scores: torch.Tensor | None, cache: Any, pla
     return Selected(cache.layer_id, chosen.view(batch, -1, columns), *ends.view(batch, -1, 2).unbind(-1))
 
 
+@pytest.fixture
+def join() -> Callable[[list[Selected]], list[Selected]]:
+    """Puts the rows of successive forwards over one cache below each other: one `Selected` a layer."""
+
+    def joined(records: list[Selected]) -> list[Selected]:
+        layers: dict[int, list[Selected]] = {}
+        for record in records:
+            layers.setdefault(record.layer_id, []).append(record)
+        wide = max(record.tokens.shape[-1] for record in records)
+        return [
+            Selected(
+                layer_id,
+                torch.cat([torch.nn.functional.pad(s.tokens, (0, wide - s.tokens.shape[-1])) for s in rows], dim=1),
+                torch.cat([s.close for s in rows], dim=1),
+                torch.cat([s.tied for s in rows], dim=1),
+            )
+            for layer_id, rows in sorted(layers.items())
+        ]
+
+    return joined
+
+
 Compare = Callable[..., int]
 
 
@@ -310,11 +333,11 @@ class _Float64(TorchFunctionMode):
 
 @pytest.fixture
 def exactly() -> Callable[[Any], AbstractContextManager[Any]]:
-    """A copy of a model that computes everything in float64, except the rotary tables, which stay what they were."""
+    """A copy of a model, on transformers alone, in float64 except for the rotary tables: they stay what they were."""
 
     @contextmanager
     def in_float64(model: Any) -> Iterator[Any]:
-        exact = copy.deepcopy(model).double()
+        exact = hf.disable(copy.deepcopy(model)).double()
         mode = _Float64()
         rotary = next(module for module in exact.modules() if isinstance(module, modeling.Qwen4ExpTextRotaryEmbedding))
         rotary.register_forward_pre_hook(lambda *_: setattr(mode, "paused", True))

@@ -1,7 +1,8 @@
 """Pooled block keys beside the raw index keys that transformers caches: each block is pooled once.
 
 The cache layer's `indexer_keys` stay the source of truth. Whatever replaces them (crop, reorder, select, offload, a
-forward of the stock layer) is seen by their identity, and the blocks are then pooled again from them.
+forward of the stock layer) is seen by their identity, whatever writes into them by their version, and the blocks are
+then pooled again from them.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ class PooledKeys:
         counts: Blocks pooled so far, by batch row.
         starts: Token that each batch row's blocks are counted from.
         source: The raw keys that they were pooled from, as the cache layer holds them; compared by identity.
+        version: How often `source` had been written to then.
         tokens: Tokens that the cache layer held then.
     """
 
     keys: torch.Tensor
     counts: list[int]
     starts: tuple[int, ...]
-    source: torch.Tensor | None
-    tokens: int
+    source: torch.Tensor | None = None
+    version: int = 0
+    tokens: int = 0
 
 
 def pool_new_blocks(
@@ -58,7 +61,7 @@ def pool_new_blocks(
     r = step.plan.block_tokens
     if state is None:
         keys = raw_keys.new_zeros(batch, step.block_capacity, dim)
-        state = PooledKeys(keys, [0] * batch, step.starts, None, 0)
+        state = PooledKeys(keys, [0] * batch, step.starts)
     elif state.keys.shape[1] < step.block_capacity:
         grown = raw_keys.new_zeros(batch, step.block_capacity, dim)
         grown[:, : state.keys.shape[1]] = state.keys
@@ -82,10 +85,16 @@ def known_state(cache_layer: Any, step: HFStep, past: int) -> PooledKeys | None:
         return None
     if state.tokens != past or state.starts != step.starts or state.keys.device != state.source.device:
         return None
-    return state
+    return state if state.version == _version(state.source) else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts writes into a tensor; torch does not count them for those made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def remember(cache_layer: Any, state: PooledKeys, tokens: int) -> None:
     """Keep the pooled keys on the cache layer, tied to the raw keys that it holds now."""
-    state.source, state.tokens = cache_layer.indexer_keys, tokens
+    source = cache_layer.indexer_keys
+    state.source, state.version, state.tokens = source, _version(source), tokens
     setattr(cache_layer, ATTRIBUTE, state)
