@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
     ):
         begin("what the machine can do")
         ceilings = measure_ceilings()
-        rows = [{"measure": "ceilings", **asdict(ceilings)}]
-        for row in (*rows, *_timed(options, ceilings, begin), *_peaks(options, begin)):
+        first = {"measure": "ceilings", **asdict(ceilings)}
+        for row in chain([first], _timed(options, ceilings, begin), _peaks(options, begin)):
             file.write(json.dumps({**common, **row, **origin}) + "\n")
             file.flush()
     return 0
