@@ -126,6 +126,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def all_cases() -> tuple[ModelCase, ...]:
+    return CASES
+
+
+@pytest.fixture
 def small_case() -> ModelCase:
     return CASES[0]
 
