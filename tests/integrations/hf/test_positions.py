@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from flashqsa.commands.tiny_weights import draw_weight
 from flashqsa.integrations import hf
-from flashqsa.testing import assert_within_budget
+from flashqsa.testing import assert_within_budget, stream
 
 PROMPT, DECODED = 150, 12
 
@@ -55,3 +56,45 @@ def test_three_axes_in_prefill_and_decode(
     assert_within_budget(logits, expected, exact_logits)
     plain = model(prompt, use_cache=False).logits
     assert not torch.allclose(plain, expected, atol=0.1), "the positions must matter"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by_class", [False, True])
+def test_generate_from_an_image(
+    all_cases: Any, make_tokens: Any, watch: Any, assert_same_sets: Any, by_class: bool
+) -> None:
+    """The multimodal model around the text model: a nested config, and positions that its processor's grid decides."""
+    import transformers
+
+    case = next(case for case in all_cases if case.name == "two_qsa_layers")
+    image_token, grid = 310, torch.tensor([[1, 8, 12]])
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
+    config = transformers.Qwen4ExpConfig(
+        text_config=case.config().to_dict(),
+        vision_config=vision | {"out_hidden_size": 96, "num_position_embeddings": 256},
+        image_token_id=image_token,
+        video_token_id=311,
+        vision_start_token_id=312,
+        vision_end_token_id=313,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = transformers.Qwen4ExpForConditionalGeneration(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.copy_(draw_weight(name, parameter.shape, 0))
+    prompt = make_tokens(1, 120)
+    prompt[0, 30:54] = image_token
+    inputs = {
+        "input_ids": prompt,
+        "pixel_values": torch.randn(96, 3 * 2 * 4 * 4, generator=stream(4)),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (prompt == image_token).int(),
+        "max_new_tokens": 24,
+        "do_sample": False,
+    }
+    with watch() as stock:
+        expected = model.generate(**inputs)
+    with hf.enabled(None if by_class else model), watch() as ours:
+        assert torch.equal(model.generate(**inputs), expected)
+    assert assert_same_sets(ours, stock) <= 2
+    axes = model.model.get_rope_index(prompt, inputs["mm_token_type_ids"], grid)[0]
+    assert not torch.equal(axes[1], axes[2]), "the image must spread its axes"
