@@ -62,19 +62,24 @@ def prepare(
     plan.check_cache(where, cache)
     _check_inputs(where, q_gate, k, v, index_qk, norms, cache, plan)
     rope_positions = _three_axes(where, rope_positions, rope, cache, plan)
-    _check_ring(where, index_qk, cache, plan)
+    _check_ring(where, index_qk, rope, cache, plan)
+    dim = cache.head_dim
     if out is not None:
-        _check_out(where, out, q_gate, index_qk, k.shape[2])
-    if resolve_backend(where, backend, cache.device) == "torch":
-        result = prepare_torch(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan, out)
-    else:
-        dim = k.shape[2]
-        result = out or Prepared(torch.empty_like(index_qk[:, :-1]), torch.empty_like(k[:, :1]).new_empty(
-            q_gate.shape[0], q_gate.shape[1], dim), q_gate[..., dim:])  # fmt: skip
-        with torch.no_grad():
-            prepare_reference(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan, result)
-    if out is not None and out.gate.data_ptr() != q_gate[..., k.shape[2] :].data_ptr():
-        out.gate.copy_(q_gate[..., k.shape[2] :])
+        _check_out(where, out, q_gate, index_qk, dim)
+    backend = resolve_backend(where, backend, cache.device)
+    arguments = (q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and out is None and backend == "torch"):
+        if backend == "torch":
+            result = prepare_torch(*arguments, out)
+        else:
+            result = out or Prepared(
+                index_q=index_qk.new_empty(index_qk[:, :-1].shape),
+                q=q_gate.new_empty(q_gate[..., :dim].shape),
+                gate=q_gate[..., dim:],
+            )
+            prepare_reference(*arguments, result)
+        if out is not None and out.gate.data_ptr() != q_gate[..., dim:].data_ptr():
+            out.gate.copy_(q_gate[..., dim:])
     return result
 
 
@@ -98,11 +103,13 @@ def _check_inputs(
     expect(where, "index_qk", index_qk, "T Hi+1 Di", dims, dtypes=model_dtype, device=cache.device)
     if index_qk.shape[1] < 2:
         raise ShapeError(
-            f"{where}: index_qk must hold at least one query head and the key head, got {index_qk.shape[1]} heads."
+            f"{where}: index_qk must hold at least one query head and the key head, got {index_qk.shape[1]} heads. "
+            "Pass the whole projection."
         )
-    if q_gate.shape[1] % cache.kv_heads:
+    if not q_gate.shape[1] or q_gate.shape[1] % cache.kv_heads:
         raise ShapeError(
-            f"{where}: q_gate must have a multiple of {cache.kv_heads} KV heads, got {q_gate.shape[1]} query heads."
+            f"{where}: q_gate must have a multiple of {cache.kv_heads} KV heads, got {q_gate.shape[1]} query heads. "
+            "Query heads come in groups of one KV head each."
         )
     for name, letter in (("q", "D"), ("k", "D"), ("index_q", "Di"), ("index_k", "Di")):
         expect(where, f"norms.{name}", getattr(norms, name), letter, dims, dtypes=FLOAT_DTYPES, device=cache.device)
@@ -112,20 +119,21 @@ def _three_axes(
     where: str, rope_positions: torch.Tensor, rope: RopeTable, cache: LayerCache, plan: StepPlan
 ) -> torch.Tensor:
     """Rotary positions as [3, T], checked against the table."""
-    if rope_positions.dtype != torch.int64 or list(rope_positions.shape) not in ([plan.num_rows], [3, plan.num_rows]):
-        raise ShapeError(
-            f"{where}: rope_positions must be int64 [T] or [3, T] with T = {plan.num_rows}, got {rope_positions.dtype} "
-            f"{list(rope_positions.shape)}. One rotary position, or three, a row."
-        )
-    if rope_positions.device != cache.device or rope.cos_sin.device != cache.device:
-        raise DTypeError(f"{where}: rope_positions and rope must be on {cache.device}, like the caches.")
+    two = isinstance(rope_positions, torch.Tensor) and rope_positions.dim() == 2
+    if two and rope_positions.shape[1] > 1 and rope_positions.stride(1) != 1:
+        rope_positions = rope_positions.contiguous()
+    expect(
+        where, "rope_positions", rope_positions, "3 T" if two else "T", {"T": plan.num_rows}, dtypes=(torch.int64,),
+        device=cache.device, hint="One rotary position, or three, a row.",
+    )  # fmt: skip
+    expect(where, "rope.cos_sin", rope.cos_sin, "positions rotary", {}, dtypes=FLOAT_DTYPES, device=cache.device)
     index_dim = cache.block_keys.shape[2] if cache.block_keys is not None else cache.head_dim
     if rope.rotary_dim > min(cache.head_dim, index_dim):
         raise ShapeError(
             f"{where}: rope must rotate at most min(D, Di) = {min(cache.head_dim, index_dim)} dimensions, got "
-            f"{rope.rotary_dim}."
+            f"{rope.rotary_dim}. Build the table with the checkpoint's rotary_dim."
         )
-    rope_positions = rope_positions if rope_positions.dim() == 2 else rope_positions.expand(3, -1)
+    rope_positions = rope_positions if two else rope_positions.expand(3, -1)
     live = plan.request_ids >= 0
     if values_are_checked(cache.device) and bool(live.any()):
         used = rope_positions[:, live]
@@ -137,43 +145,63 @@ def _three_axes(
     return rope_positions
 
 
-def _check_ring(where: str, index_qk: torch.Tensor, cache: LayerCache, plan: StepPlan) -> None:
-    """The ring must have the planned size and dtype, and exist where a block began before this step."""
-    if cache.ring is not None:
-        if cache.ring.dtype != index_qk.dtype or cache.ring.shape[2] != index_qk.shape[2]:
-            raise DTypeError(
-                f"{where}: ring must hold raw index keys, {index_qk.dtype} of dimension {index_qk.shape[2]}, got "
-                f"{cache.ring.dtype} of {cache.ring.shape[2]}. Allocate it in the model dtype."
+def _check_ring(where: str, index_qk: torch.Tensor, rope: RopeTable, cache: LayerCache, plan: StepPlan) -> None:
+    """The ring must be there when it is planned, and have the planned size, the model dtype and every ring named."""
+    if cache.ring is None:
+        if plan.ring_ids is not None and cache.block_keys is not None:
+            raise ArgumentError(
+                f"{where}: cache must have a ring, because the plan has ring_ids, got None. Allocate one, or plan "
+                "without rings."
             )
-        if plan.ring_ids is not None and plan.ring_tokens != cache.ring.shape[1]:
-            raise ShapeError(
-                f"{where}: ring must have ring_tokens = {plan.ring_tokens} as planned, got {cache.ring.shape[1]}."
-            )
+    elif cache.ring.dtype != index_qk.dtype or cache.ring.shape[2] != index_qk.shape[2]:
+        raise DTypeError(
+            f"{where}: ring must hold raw index keys, {index_qk.dtype} of dimension {index_qk.shape[2]}, got "
+            f"{cache.ring.dtype} of {cache.ring.shape[2]}. Allocate it in the model dtype."
+        )
+    elif plan.ring_ids is not None and plan.ring_tokens != cache.ring.shape[1]:
+        raise ShapeError(
+            f"{where}: ring must have ring_tokens = {plan.ring_tokens} as planned, got {cache.ring.shape[1]}. "
+            "Plan the step with the ring's capacity."
+        )
     if not values_are_checked(cache.device):
         return
-    if cache.ring is not None and plan.ring_ids is not None and plan.ring_ids.numel():
-        largest = int(plan.ring_ids.max())
-        if largest >= cache.ring.shape[0]:
+    if cache.ring is not None and plan.num_rows:
+        rings, ring_tokens = cache.ring.shape[:2]
+        largest = int(plan.ring_slot_ids.masked_fill(plan.request_ids < 0, -1).max())
+        if largest >= rings * ring_tokens:
             raise ArgumentError(
-                f"{where}: ring_ids must be below the {cache.ring.shape[0]} rings of the cache, got {largest}."
+                f"{where}: ring_ids must be below the {rings} rings of the cache, got {largest // ring_tokens}. "
+                "Allocate a ring for every request."
             )
+    if cache.block_keys is not None:
+        _check_open_blocks(where, rope, cache, plan)
+
+
+def _check_open_blocks(where: str, rope: RopeTable, cache: LayerCache, plan: StepPlan) -> None:
+    """Where a step closes a block that began before it, the block's older members must be in a ring."""
+    r = plan.block_tokens
+    closing = []
     for group in plan.row_groups():
-        if group.first_position % plan.block_tokens == 0 or not _closes_older_block(group.first_row, plan):
-            continue
-        ring_id = -1 if plan.ring_ids is None else int(plan.ring_ids[group.request_id])
-        if cache.ring is None or ring_id < 0:
+        row = group.first_row + r - 1 - group.first_position % r
+        if group.first_position % r and row < group.end_row and int(plan.closed_block_slot_ids[row]) >= 0:
+            closing.append(group)
+    ring_ids = [] if plan.ring_ids is None else plan.ring_ids.tolist()
+    for group in closing:
+        ring_id = ring_ids[group.request_id] if ring_ids else -1
+        if cache.ring is None or cache.ring_positions is None or not 0 <= ring_id < cache.ring.shape[0]:
             raise ArgumentError(
                 f"{where}: request {group.request_id} must have a ring, because its step begins at token "
-                f"{group.first_position}, inside a block. Give ring_ids to plan_step and a ring to the cache."
+                f"{group.first_position}, inside a block, got ring {ring_id}. Give ring_ids to plan_step and a ring to "
+                "the cache."
             )
-
-
-def _closes_older_block(first_row: int, plan: StepPlan) -> bool:
-    """Whether the block that is open at a request's first row gets its key in this step."""
-    end = min(first_row + plan.block_tokens - 1, plan.num_rows)
-    rows = slice(first_row, end)
-    same = plan.request_ids[rows] == plan.request_ids[first_row]
-    return bool((same & (plan.closed_block_slot_ids[rows] >= 0)).any())
+        began = group.first_position - group.first_position % r
+        stored = cache.ring_positions[ring_id, began % cache.ring.shape[1]]
+        if int(stored.min()) < 0 or int(stored.max()) >= rope.cos_sin.shape[0]:
+            raise ArgumentError(
+                f"{where}: ring_positions must be in [0, {rope.cos_sin.shape[0]}) for token {began} of request "
+                f"{group.request_id}, got {stored.tolist()} in ring {ring_id}. Prepare that token through this cache "
+                "before the block closes."
+            )
 
 
 def _check_out(where: str, out: Prepared, q_gate: torch.Tensor, index_qk: torch.Tensor, head_dim: int) -> None:

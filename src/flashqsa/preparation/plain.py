@@ -92,10 +92,11 @@ def prepare_torch(
     cos, sin = rope.lookup(rope_positions.masked_fill(padding, 0))
     q = rotate(rms_norm(q_gate[..., :dim], norms.q, norms.eps), cos, sin)
     q = q.masked_fill(padding[:, None, None], 0)
+    slot_ids = plan.slot_ids.masked_fill(padding, -1)  # an engine's padding rows may hold leftovers
     keys = rotate(rms_norm(k, norms.k, norms.eps), cos, sin)
-    write_slots(cache.k_pages, plan.slot_ids, cast_saturating(keys, cache.k_pages.dtype, cache.k_scale))
-    values = v.to(keys.dtype) if cache.v_pages.dtype == FP8 else v
-    write_slots(cache.v_pages, plan.slot_ids, cast_saturating(values, cache.v_pages.dtype, cache.v_scale))
+    write_slots(cache.k_pages, slot_ids, cast_saturating(keys, cache.k_pages.dtype, cache.k_scale))
+    values = v if cache.v_scale is None and cache.v_pages.dtype != FP8 else v.to(keys.dtype)
+    write_slots(cache.v_pages, slot_ids, cast_saturating(values, cache.v_pages.dtype, cache.v_scale))
     with torch.no_grad():
         index_q = rotate(rms_norm(index_qk[:, :-1], norms.index_q, norms.eps), cos, sin)
         index_q = index_q.masked_fill(padding[:, None, None], 0)
@@ -119,7 +120,7 @@ def _close_blocks(
     """Pool every block that a row of this step closes; members older than the step come from the ring."""
     if cache.block_keys is None:
         return
-    rows = (plan.closed_block_slot_ids >= 0).nonzero()[:, 0]
+    rows = ((plan.closed_block_slot_ids >= 0) & (plan.request_ids >= 0)).nonzero()[:, 0]
     if not rows.numel():
         return
     back = torch.arange(plan.block_tokens - 1, -1, -1, device=rows.device)
@@ -140,11 +141,10 @@ def _close_blocks(
     write_slots(cache.block_keys, plan.closed_block_slot_ids[rows], cast_saturating(pooled, cache.block_keys.dtype))
 
 
-def _keep_in_ring(
-    raw_keys: torch.Tensor, rope_positions: torch.Tensor, cache: LayerCache, plan: StepPlan
-) -> None:
+def _keep_in_ring(raw_keys: torch.Tensor, rope_positions: torch.Tensor, cache: LayerCache, plan: StepPlan) -> None:
     """Write the raw keys that a later block may still need."""
     if cache.ring is None or cache.ring_positions is None:
         return
-    write_slots(cache.ring, plan.ring_slot_ids, raw_keys)
-    write_slots(cache.ring_positions, plan.ring_slot_ids, rope_positions.t().contiguous())
+    slot_ids = plan.ring_slot_ids.masked_fill(plan.request_ids < 0, -1)
+    write_slots(cache.ring, slot_ids, raw_keys)
+    write_slots(cache.ring_positions, slot_ids, rope_positions.t().contiguous())

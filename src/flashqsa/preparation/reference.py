@@ -66,11 +66,11 @@ def prepare_reference(
     out: Prepared,
 ) -> None:
     """Fill `out` and the caches. Arguments as in `prepare`, with `rope_positions` [3, T]."""
-    dim, index_heads, r = k.shape[2], index_qk.shape[1] - 1, plan.block_tokens
+    dim, index_heads = k.shape[2], index_qk.shape[1] - 1
     closed = []  # block keys are pooled before the ring is written: older members are read from it
     for row in range(plan.num_rows):
-        out.q[row], out.index_q[row] = 0, 0
         if int(plan.request_ids[row]) < 0:
+            out.q[row], out.index_q[row] = 0, 0
             continue
         cos, sin = (table[0] for table in rope.lookup(rope_positions[:, row : row + 1]))
         for head in range(q_gate.shape[1]):
@@ -87,17 +87,18 @@ def prepare_reference(
                 cache.v_pages[page, offset, head] = cast_reference(
                     v[row, head].to(rotated.dtype), cache.v_pages.dtype, cache.v_scale
                 )
-        if int(plan.closed_block_slot_ids[row]) >= 0:
+        if cache.block_keys is not None and int(plan.closed_block_slot_ids[row]) >= 0:
             raw_keys, first = _members(row, index_qk[:, -1], rope_positions, cache, plan)
             cos, sin = (table[0] for table in rope.lookup(first[:, None]))
             pooled = pool_block_reference(raw_keys, norms.index_k, norms.eps, cos, sin)
-            closed.append((divmod(int(plan.closed_block_slot_ids[row]), cache.k_pages.shape[1] // r), pooled))
-    if cache.block_keys is not None:
-        for slot, pooled in closed:
-            cache.block_keys[slot] = cast_reference(pooled, cache.block_keys.dtype)
+            slot = divmod(int(plan.closed_block_slot_ids[row]), cache.block_keys.shape[1])
+            closed.append((slot, cast_reference(pooled, cache.block_keys.dtype)))
+    for slot, block_key in closed:
+        assert cache.block_keys is not None
+        cache.block_keys[slot] = block_key
     for row in range(plan.num_rows):
-        if int(plan.ring_slot_ids[row]) >= 0:
-            assert cache.ring is not None and cache.ring_positions is not None
+        kept = int(plan.request_ids[row]) >= 0 and int(plan.ring_slot_ids[row]) >= 0
+        if cache.ring is not None and cache.ring_positions is not None and kept:
             ring_slot = divmod(int(plan.ring_slot_ids[row]), cache.ring.shape[1])
             cache.ring[ring_slot] = index_qk[row, -1]
             cache.ring_positions[ring_slot] = rope_positions[:, row]
@@ -114,7 +115,9 @@ def _members(
         if member_row >= int(plan.query_starts[request]):
             key, rotary = raw_keys[member_row], rope_positions[:, member_row]
         else:
-            assert cache.ring is not None and cache.ring_positions is not None and plan.ring_ids is not None
+            assert cache.ring is not None
+            assert cache.ring_positions is not None
+            assert plan.ring_ids is not None
             place = (int(plan.ring_ids[request]), member % cache.ring.shape[1])
             key, rotary = cache.ring[place], cache.ring_positions[place]
         members.append(key)
