@@ -90,3 +90,31 @@ def test_every_page_is_reached_from_the_readme():
     linked = (ROOT / "README.md").read_text(encoding="utf-8")
     for page in (ROOT / "docs").glob("*.md"):
         assert f"(docs/{page.name}" in linked, page.name
+
+
+def test_numerics_and_contracts_name_the_tiles_of_the_code():
+    from flashqsa.attention.plain import PIECE_TOKENS
+    from flashqsa.attention.tiles import SPLITS, TILE_ROWS
+    from flashqsa.selection.plain import BLOCK_TILE, ROW_TILE
+
+    numerics, contracts = (
+        " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split()) for name in ("numerics.md", "contracts.md")
+    )
+    assert f"products of one shape, {ROW_TILE} rows × {BLOCK_TILE:,} blocks" in numerics
+    assert f"`position % {ROW_TILE}` of its tile and a block at `id % {BLOCK_TILE}`" in numerics
+    assert f"{PIECE_TOKENS:,} tokens at a time" in numerics
+    *lower, last = (str(rows) for rows in SPLITS[1:])
+    assert f"multiples of {TILE_ROWS} tokens of the request and are split to {', '.join(lower)} or {last}" in numerics
+    assert f"absolute multiples of {TILE_ROWS} tokens" in contracts
+
+
+def test_contracts_name_every_error():
+    from flashqsa import errors
+
+    listed = set(re.findall(r"^\| `(\w+Error)` \| `(\w+)`", prose(ROOT / "docs" / "contracts.md"), re.MULTILINE))
+    known = {
+        (name, kind.__bases__[1].__name__)
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and name.endswith("Error") and kind is not errors.FlashQSAError
+    }
+    assert listed == known
