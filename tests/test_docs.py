@@ -100,7 +100,7 @@ def test_numerics_and_contracts_name_the_tiles_of_the_code():
     numerics, contracts = (
         " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split()) for name in ("numerics.md", "contracts.md")
     )
-    assert f"products of one shape, {ROW_TILE} rows × {BLOCK_TILE:,} blocks" in numerics
+    assert f"products of one shape, {ROW_TILE} rows \N{MULTIPLICATION SIGN} {BLOCK_TILE:,} blocks" in numerics
     assert f"`position % {ROW_TILE}` of its tile and a block at `id % {BLOCK_TILE}`" in numerics
     assert f"{PIECE_TOKENS:,} tokens at a time" in numerics
     *lower, last = (str(rows) for rows in SPLITS[1:])
