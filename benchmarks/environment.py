@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +29,6 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load_average": load_average(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -46,9 +46,30 @@ def commit() -> str:
     return f"{head}+changes" if changed else head
 
 
-def load_average() -> float | None:
-    """Processes that wanted to run in the last minute, by the system's count; None where it keeps none."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+class Disturbance:
+    """How many cores other processes keep busy from its making on. A figure that was disturbed says so."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._before = self._others()
+
+    def cores(self) -> float | None:
+        """Cores that others used on average; None on a system without /proc/stat."""
+        now = self._others()
+        if now is None or self._before is None:
+            return None
+        return round(max(0.0, now - self._before) / (time.perf_counter() - self._begun), 2)
+
+    @staticmethod
+    def _others() -> float | None:
+        """Core seconds of all processes, time taken by a hypervisor included, without those of this one."""
+        try:
+            fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+        except OSError:
+            return None
+        user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields)
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return busy - sum(os.times()[:4])
 
 
 def _git(*words: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import ROOT, command, environment
+from benchmarks.environment import ROOT, Disturbance, command, environment
 from benchmarks.gates import check_layer
 from benchmarks.memory import in_child, peak_of
 from benchmarks.progress import progress
@@ -78,11 +78,13 @@ def _timed(options: argparse.Namespace, ceilings: Ceilings, begin: Any) -> Itera
                 ("layer", layer.transformers_layer, layer.flashqsa_layer, layer.layer_work()),
             ):
                 begin(f"{workload}, {tokens} tokens: {measure}")
+                disturbance = Disturbance()
                 with torch.no_grad():
                     timings = interleave({"transformers": theirs, "flashqsa": ours}, repeats=options.repeats)
                 least, since = LEAST_SPEEDUP[measure]
                 target = least if options.shape == "released" and tokens >= since else None
-                yield {"measure": measure, **about, **_compared(timings, work, ceilings), "target_speedup": target}
+                yield {"measure": measure, **about, **_compared(timings, work, ceilings), "target_speedup": target,
+                       "cores_used_by_others": disturbance.cores()}  # fmt: skip
 
 
 def _compared(timings: Any, work: Work, ceilings: Ceilings) -> dict[str, Any]:

@@ -142,8 +142,14 @@ def origin(rows: list[Row]) -> str:
     return (
         f"`{rows[0]['command']}` at commit `{where['commit']}`, {where['date']}: {where['cpu']}, "
         f"{where['threads']} threads, {where['instruction_set']}, {where['system']}; Python {where['python']}, torch "
-        f"{where['torch']}, transformers {where['transformers']}; load average {where['load_average']} at the start.\n"
+        f"{where['torch']}, transformers {where['transformers']}.{disturbance(rows)}\n"
     )
+
+
+def disturbance(rows: list[Row]) -> str:
+    """What other processes took of the machine in the row that suffered most."""
+    cores = [row["cores_used_by_others"] for row in rows if row.get("cores_used_by_others") is not None]
+    return f" Other processes used at most {max(cores):.2f} cores during a measurement." if cores else ""
 
 
 def ceilings(rows: list[Row]) -> str:

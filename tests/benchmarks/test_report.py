@@ -18,7 +18,7 @@ pytestmark = pytest.mark.transformers
 
 ENVIRONMENT = {
     "commit": "0123456789ab", "date": "2030-01-02", "cpu": "A CPU", "threads": 2, "instruction_set": "AVX9",
-    "system": "Linux", "python": "3.11", "torch": "2", "transformers": "5", "load_average": 0.1,
+    "system": "Linux", "python": "3.11", "torch": "2", "transformers": "5",
 }  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def timed_row(measure: str, tokens: int, theirs: float, ours: float, target: flo
         "transformers": {"median_ms": theirs, "p20_ms": theirs, "p80_ms": theirs},
         "flashqsa": {"median_ms": ours, "p20_ms": ours, "p80_ms": ours},
         "speedup": theirs / ours, "target_speedup": target, "share_of_floor": {"transformers": 0.1, "flashqsa": 0.2},
-        "environment": ENVIRONMENT, "command": "python -m benchmarks hf-layer-cpu",
+        "cores_used_by_others": 0.25, "environment": ENVIRONMENT, "command": "python -m benchmarks hf-layer-cpu",
     }  # fmt: skip
 
 
@@ -49,7 +49,14 @@ def test_every_table_without_results_says_so():
 
 def test_figures_come_with_command_commit_and_machine():
     text = report.all_sections([timed_row("layer", 64, 2.0, 1.0, None)])["layer-short"]
-    for fact in ("python -m benchmarks hf-layer-cpu", "0123456789ab", "A CPU", "2 threads", "2030-01-02"):
+    for fact in (
+        "python -m benchmarks hf-layer-cpu",
+        "0123456789ab",
+        "A CPU",
+        "2 threads",
+        "2030-01-02",
+        "at most 0.25 cores",
+    ):
         assert fact in text
 
 
