@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -281,3 +283,39 @@ def oracle_section(case: StepCase) -> tuple[int, int, int]:
     assert section is not None
     assert {oracles.position_axis(j, section) for j in range(case.rotary_dim // 2)} == {0, 1, 2}
     return section
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+SURROUNDINGS = {
+    "bf16-by-default": lambda: default_dtype(torch.bfloat16),
+    "fp64-by-default": lambda: default_dtype(torch.float64),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inference-mode": torch.inference_mode,
+    "meta-by-default": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_the_process_has_set_changes_nothing(
+    prepare_step: Any, backend: str, surroundings: Any, dtype: torch.dtype
+) -> None:
+    case = StepCase("set", ((0, 13), (6, 3)), mrope=True, dtype=dtype, kv_dtype=E4M3)
+    usual, there = (make_step(case, seed=13, written=False) for _ in range(2))
+    wanted = prepare_step(usual, backend=backend)
+    with surroundings():
+        inputs = (there.q_gate, there.k, there.v, there.index_qk, there.rope_positions)
+        prepared = prepare(*inputs, there.rope, there.norms, there.cache, there.plan, backend=backend)
+    assert_bitwise_equal(prepared.q, wanted.q)
+    assert_bitwise_equal(prepared.index_q, wanted.index_q)
+    for name in ("k_pages", "v_pages", "block_keys", "ring", "ring_positions"):
+        assert_bitwise_equal(getattr(there.cache, name), getattr(usual.cache, name), name)
