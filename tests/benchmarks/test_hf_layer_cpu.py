@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from benchmarks.single_layer import SHAPES, SingleLayer, neighbour_overlap
 from benchmarks.timing import Ceilings
 
 import flashqsa.integrations.hf.forward as drop_in
+from benchmarks import hf_layer_cpu
 
 pytestmark = pytest.mark.transformers
 
@@ -110,6 +112,21 @@ def test_a_run_writes_one_line_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert row["speedup"] == pytest.approx(
             row["transformers"]["median_ms"] / row["flashqsa"]["median_ms"], abs=0.006
         )
+
+
+def test_a_disturbed_measurement_is_repeated_and_the_calmest_kept(monkeypatch: pytest.MonkeyPatch):
+    found = iter([0.9, 0.4, 0.1])
+    monkeypatch.setattr(hf_layer_cpu.Disturbance, "cores", lambda self: next(found))
+    monkeypatch.setattr(hf_layer_cpu, "_watch", lambda: 0.0)
+    runs = iter(["first", "second", "third"])
+    monkeypatch.setattr(hf_layer_cpu, "interleave", lambda engines, repeats: next(runs))
+    assert hf_layer_cpu._calmest({}, argparse.Namespace(patience=60, repeats=1)) == ("third", 0.1)
+
+
+def test_without_patience_a_measurement_is_taken_as_it_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hf_layer_cpu.Disturbance, "cores", lambda self: 1.5)
+    monkeypatch.setattr(hf_layer_cpu, "interleave", lambda engines, repeats: "only")
+    assert hf_layer_cpu._calmest({}, argparse.Namespace(patience=0, repeats=1)) == ("only", 1.5)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "flashqsa"])
