@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashqsa.cache import ring_capacity
-from flashqsa.testing import StepCase, assert_bitwise_equal, assert_unchanged, snapshot, stream
+from flashqsa.testing import StepCase, assert_bitwise_equal, assert_unchanged, make_step, snapshot, stream
 
 SMALL = dict(q_heads=2, kv_heads=1, head_dim=8, index_heads=1, index_head_dim=8, rotary_dim=4)
 
@@ -248,10 +248,32 @@ def test_fault_25_ragged_batches(session: Any, window: Any, backend: str) -> Non
             running.assert_holds(request, length)
 
 
-def test_fault_25_a_long_context_beside_short_ones(session: Any, window: Any) -> None:
-    lens = (1, 2_047, 2_049, 5_995)
-    case = StepCase("long", tuple((0, n) for n in lens), page_tokens=64, dtype=torch.bfloat16, **SMALL)
-    running = session(case, seed=33)
-    running.run([window(i, 0, n) for i, n in enumerate(lens)])
-    for request, length in enumerate(lens):
+@pytest.mark.parametrize("requests", [((0, 1), (55_993, 2)), ((2_046, 1), (0, 1), (2_048, 1))], ids=["long", "middle"])
+def test_fault_25_long_contexts_beside_short_ones(
+    prepare_step: Any, assert_holds: Any, backend: str, requests: tuple[tuple[int, int], ...]
+) -> None:
+    step = make_step(StepCase("long", requests, page_tokens=64, dtype=torch.bfloat16, **SMALL), seed=33, written=False)
+    prepare_step(step, backend=backend)
+    for request in step.requests:
+        assert_holds(step, request)
+
+
+def test_fault_19_every_phase_in_turn_and_all_of_them_in_one_step(session: Any, window: Any, backend: str) -> None:
+    """Prefill, chunk, decode, verify of 1 to 8 rows, draft extension; then one of each side by side."""
+    case = StepCase("phases", tuple((0, 90) for _ in range(5)), speculative_rows=7, **SMALL)
+    running = session(case, seed=34, backend=backend)
+    running.run([window(0, 0, 19)])
+    running.run([window(0, 19, 30)])
+    running.run([window(0, 30, 31)])
+    done = 31
+    for width in range(1, 9):
+        running.run([window(0, done, done + width, width // 2)])
+        done += width - width // 2
+        running.assert_holds(0, done)
+    running.run([window(0, done, done + 3)])
+    for request, length in ((1, 26), (2, 33), (3, 14)):
+        running.run([window(request, 0, length)])
+    phases = [window(1, 26, 45), window(0, done + 3, done + 4), window(4, 0, 13), window(2, 33, 38, 2)]
+    running.run([*phases, window(3, 14, 16)], padding_rows=2)
+    for request, length in ((0, done + 4), (1, 45), (2, 36), (3, 16), (4, 13)):
         running.assert_holds(request, length)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashqsa.errors import ArgumentError, DeviceError, DTypeError, SelectionError, ShapeError
@@ -128,6 +128,7 @@ def lone(scores: Sequence[float], topk: int, *, first: int = 0, garbage: int = -
     )
 
 
+@example(parts=[[-0.0], [0.0], [-0.0]], topk=2, garbage=-1, global_ids=False)
 @given(
     parts=st.lists(
         st.lists(st.one_of(st.sampled_from([0.0, -0.0, 1.0, math.inf, math.nan]), st.floats(width=32)), max_size=9),

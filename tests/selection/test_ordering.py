@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flashqsa.selection.ordering import UNSEEN, best_keys, order_keys, unpack_keys
@@ -21,6 +21,8 @@ any_scores = st.lists(
 )
 
 
+@example(scores=[-0.0, 0.0, -0.0, 0.0], topk=3, first=0)
+@example(scores=[math.nan, -math.inf, math.nan], topk=2, first=0)
 @given(scores=any_scores, topk=st.integers(1, 45), first=st.sampled_from([0, 1, 2**20, 2**31 - 64]))
 def test_order_keys_rank_as_the_definition_does(scores: list[float], topk: int, first: int) -> None:
     wanted = oracles.select_best(scores, topk)
