@@ -114,9 +114,9 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
         f"generated: {_count(len(shown.generated.token_ids), 'token')}, stopped by {shown.generated.stopped}",
         *_unused_lines(shown),
     ):
-        console.print(line, markup=False, soft_wrap=True)
+        console.out(line, highlight=False)
     console.print()
-    console.print(_token_line(shown) if text is None else printable(text), markup=False, soft_wrap=True)
+    console.out(_token_line(shown) if text is None else printable(text, console.encoding), highlight=False)
     console.print()
     console.print(_comparison_table(outcome) if outcome.comparison else _figures_table(outcome, shown))
     console.print()
@@ -124,15 +124,16 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
         console.print(_layers_table(shown))
         console.print()
     for line in (*_path_lines(shown), *_verdict_lines(outcome)):
-        console.print(line, markup=False, soft_wrap=True)
+        console.out(line, highlight=False)
 
 
-def printable(text: str) -> str:
-    """The text with control characters written out, since a model may emit any."""
-    return "".join(
+def printable(text: str, encoding: str) -> str:
+    """The text with all written out that a terminal would obey or cannot show, since a model may emit anything."""
+    visible = (
         character if character in KEPT_CONTROLS or character.isprintable() else ascii(character)[1:-1]
         for character in text
     )
+    return "".join(visible).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _prompt_line(outcome: Outcome) -> str:
