@@ -1,0 +1,86 @@
+"""A small checkpoint and changed copies of it; the program as a test calls it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashqsa.commands.app import main
+from flashqsa.commands.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+
+BUDGET_TOKENS = 32
+CPU = ("--device", "cpu", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose budget of 32 tokens a prompt of some 40 exceeds."""
+    path = tmp_path_factory.mktemp("generate") / "tiny"
+    write_tiny_checkpoint(path, TinyOptions(budget=BUDGET_TOKENS))
+    return path
+
+
+@pytest.fixture
+def changed(small_checkpoint: Path, tmp_path: Path) -> Callable[[Callable[[Path], Any]], Path]:
+    """Copies the checkpoint and changes the copy."""
+
+    def change(how: Callable[[Path], Any]) -> Path:
+        copy = tmp_path / "changed"
+        shutil.copytree(small_checkpoint, copy)
+        how(copy)
+        return copy
+
+    return change
+
+
+@pytest.fixture
+def edit_weights() -> Callable[[Callable[[dict[str, torch.Tensor]], Any]], Callable[[Path], None]]:
+    """Makes a change of the weights out of a change of the tensors by name."""
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+
+    def of(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+        def rewrite(folder: Path) -> None:
+            tensors = safetensors_torch.load_file(folder / "model.safetensors")
+            edit(tensors)
+            safetensors_torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+        return rewrite
+
+    return of
+
+
+@pytest.fixture
+def generate_json(capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Runs `flashqsa generate ... --json` on the CPU and returns what it printed."""
+
+    def run(*words: Any) -> dict[str, Any]:
+        capfd.readouterr()
+        assert main(["generate", *map(str, words), *CPU, "--json"]) == 0
+        captured = capfd.readouterr()
+        assert captured.err == "", "nothing but the result where nobody watches"
+        result: dict[str, Any] = json.loads(captured.out)
+        return result
+
+    return run
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Runs `flashqsa generate ...` and expects exit code 2 and one line, without a traceback, that `told` matches."""
+
+    def run(*words: Any, told: str) -> None:
+        assert main(["generate", *map(str, words)]) == 2
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        assert len(captured.err.splitlines()) == 1, captured.err
+        assert captured.err.startswith("flashqsa: ")
+        assert re.search(told, captured.err), captured.err
+
+    return run
