@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +19,7 @@ from benchmarks.gates import check_layer
 from benchmarks.memory import in_child, peak_of
 from benchmarks.progress import progress
 from benchmarks.single_layer import SHAPES, STEP_CORRELATION, SingleLayer, Work, neighbour_overlap
-from benchmarks.timing import Ceilings, Timing, interleave, measure_ceilings
+from benchmarks.timing import Ceilings, Prepared, Timing, interleave, measure_ceilings
 
 NAME = "hf-layer-cpu"
 RESULTS = ROOT / "benchmarks" / "results" / f"{NAME}.jsonl"
@@ -29,6 +30,8 @@ MOST_LONG_PREFILL_GB = 6.0
 CALM_CORES = 0.15
 """Cores that others may use during a measurement that is not repeated."""
 WATCH_SECONDS = 5
+
+Measured = TypeVar("Measured")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         options.out.open("w", encoding="utf-8") as file,
     ):
         begin("what the machine can do")
-        ceilings = measure_ceilings()
+        ceilings, _ = _calmest(measure_ceilings, options.patience)
         first = {"measure": "ceilings", **asdict(ceilings)}
         for row in chain([first], _timed(options, ceilings, begin), _peaks(options, begin)):
             file.write(json.dumps({**common, **row, **origin}) + "\n")
@@ -86,26 +89,30 @@ def _timed(options: argparse.Namespace, ceilings: Ceilings, begin: Any) -> Itera
             ):
                 begin(f"{workload}, {tokens} tokens: {measure}")
                 engines = {"transformers": theirs, "flashqsa": ours}
-                timings, others = _calmest(engines, options)
+                timings, others = _calmest(partial(_interleave, engines, options.repeats), options.patience)
                 least, since = LEAST_SPEEDUP[measure]
                 target = least if options.shape == "released" and tokens >= since else None
                 yield {"measure": measure, **about, **_compared(timings, work, ceilings), "target_speedup": target,
                        "cores_used_by_others": others}  # fmt: skip
 
 
-def _calmest(engines: Any, options: argparse.Namespace) -> tuple[dict[str, Timing], float | None]:
-    """The first calm measurement, or the calmest in the time given: timings, and the cores that others used."""
-    deadline = time.monotonic() + options.patience
-    calmest: tuple[dict[str, Timing], float | None] | None = None
+def _interleave(engines: Mapping[str, Prepared], repeats: int) -> dict[str, Timing]:
+    with torch.no_grad():
+        return interleave(engines, repeats=repeats)
+
+
+def _calmest(measure: Callable[[], Measured], patience: float) -> tuple[Measured, float | None]:
+    """The first calm measurement, or the calmest in the time given, and the cores that others used during it."""
+    deadline = time.monotonic() + patience
+    calmest: tuple[Measured, float | None] | None = None
     while True:
         while time.monotonic() < deadline and not _is_calm(_watch()):
             pass
         disturbance = Disturbance()
-        with torch.no_grad():
-            timings = interleave(engines, repeats=options.repeats)
+        found = measure()
         others = disturbance.cores()
         if calmest is None or (others or 0) < (calmest[1] or 0):
-            calmest = timings, others
+            calmest = found, others
         if _is_calm(others) or time.monotonic() >= deadline:
             return calmest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -119,14 +118,12 @@ def test_a_disturbed_measurement_is_repeated_and_the_calmest_kept(monkeypatch: p
     monkeypatch.setattr(hf_layer_cpu.Disturbance, "cores", lambda self: next(found))
     monkeypatch.setattr(hf_layer_cpu, "_watch", lambda: 0.0)
     runs = iter(["first", "second", "third"])
-    monkeypatch.setattr(hf_layer_cpu, "interleave", lambda engines, repeats: next(runs))
-    assert hf_layer_cpu._calmest({}, argparse.Namespace(patience=60, repeats=1)) == ("third", 0.1)
+    assert hf_layer_cpu._calmest(lambda: next(runs), patience=60) == ("third", 0.1)
 
 
 def test_without_patience_a_measurement_is_taken_as_it_comes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hf_layer_cpu.Disturbance, "cores", lambda self: 1.5)
-    monkeypatch.setattr(hf_layer_cpu, "interleave", lambda engines, repeats: "only")
-    assert hf_layer_cpu._calmest({}, argparse.Namespace(patience=0, repeats=1)) == ("only", 1.5)
+    assert hf_layer_cpu._calmest(lambda: "only", patience=0) == ("only", 1.5)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "flashqsa"])
