@@ -18,6 +18,9 @@ from flashqsa.plan import StepPlan
 PIECE_TOKENS = 1024
 """Tokens of a union that are attended at once; bounds memory, whatever the context."""
 
+SUM_TOKENS, SUM_DIMS = 256, 64
+"""Terms that a matrix product may sum in a row: a long fp32 sum is several times less accurate than a sum of sums."""
+
 
 @dataclass(frozen=True)
 class StepRows:
@@ -105,7 +108,11 @@ def _attend_tile(
         weights = scores.sub_(base[..., None]).exp_()
         keep = torch.exp(top - base)
         total = total * keep + weights.sum(dim=-1)
-        out.mul_(keep[..., None]).baddbmm_(weights, values.read(slots[piece]))
+        rows = values.read(slots[piece])
+        out.mul_(keep[..., None])
+        for start in range(0, rows.shape[1], SUM_TOKENS):
+            part = slice(start, start + SUM_TOKENS)
+            out.add_(torch.bmm(weights[..., part], rows[:, part]))
         top = higher
     out.div_(total[..., None])
     if mask is None:
@@ -123,7 +130,11 @@ def pieces(tokens: int) -> Iterator[slice]:
 
 def piece_scores(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, piece: slice) -> torch.Tensor:
     """Scores [Hkv, n * G, p] of one piece, -inf where a row does not attend a token."""
-    scores = torch.bmm(queries, keys.transpose(1, 2))
+    columns = keys.transpose(1, 2)
+    scores = torch.bmm(queries[..., :SUM_DIMS], columns[:, :SUM_DIMS])
+    for start in range(SUM_DIMS, queries.shape[-1], SUM_DIMS):
+        dims = slice(start, start + SUM_DIMS)
+        scores.add_(torch.bmm(queries[..., dims], columns[:, dims]))
     if mask is not None:
         hidden = ~mask[:, piece]
         if bool(hidden.any()):

@@ -47,7 +47,7 @@ class SlotReader:
         if rows.device.type != "cpu":
             return rows.view(FP8).to(self.dtype)
         # torch converts float8 one element at a time there: looking values up is several times faster
-        return _fp8_values(self.dtype).index_select(0, rows.flatten().to(torch.int32))
+        return _fp8_values(self.dtype).index_select(0, rows.flatten().to(torch.int64))
 
 
 @functools.cache

@@ -66,8 +66,11 @@ def check_token_values(where: str, token_ids: torch.Tensor, plan: StepPlan) -> N
             f"{where}: token_ids must be in [0, position of the row] up to the count, got {int(ids[row, column])} at "
             f"row {row} with position {int(plan.positions[row])}. A row attends itself and its past."
         )
-    ordered = torch.where(valid, ids, torch.arange(-width, 0, device=ids.device)[None]).sort(dim=1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+    rises = ((ids[:, 1:] > ids[:, :-1]) | ~valid[:, 1:]).all(dim=1)  # as expand_tokens has them: nothing to sort
+    fillers = torch.arange(-width, 0, device=ids.device)[None]
+    ordered = torch.where(valid, ids, fillers)[~rises].sort(dim=1).values
+    twice = torch.zeros_like(live)
+    twice[~rises] = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
     if bool(twice.any()):
         row = int(twice.nonzero()[0, 0])
         raise ArgumentError(
