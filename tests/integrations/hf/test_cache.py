@@ -230,6 +230,56 @@ def test_fault_23_a_cache_that_stock_filled_anew(
         assert torch.equal(_decode(model, cache, token, MORE), expected)
 
 
+@torch.no_grad()
+def test_crop_of_a_static_cache(
+    make_model: Any, qsa_case: Any, make_tokens: Any, watch: Any, assert_same_sets: Any, exactly: Any
+) -> None:
+    """It leaves the buffers as they are and only counts back; the position history is left to the caller."""
+    from transformers import StaticCache
+
+    model, prompt, after = make_model(qsa_case), make_tokens(2, PROMPT), make_tokens(2, 30, seed=1)
+    removed = 10
+
+    def run() -> torch.Tensor:
+        cache = StaticCache(model.config, max_cache_len=PROMPT + 30)
+        model(prompt, cache=cache)
+        cache.crop(-removed)
+        positions = cache.layers[0].indexer_position_ids
+        cache.layers[0].indexer_position_ids = positions[..., :-removed]
+        return torch.cat([model(rows, cache=cache).logits for rows in after.split([7, 1, 22], dim=1)], dim=1)
+
+    with watch() as stock:
+        expected = run()
+    with hf.enabled(model), watch() as ours:
+        logits = run()
+    assert assert_same_sets(ours, stock) <= 1
+    with exactly(model) as exact:
+        fresh = exact(torch.cat([prompt[:, :-removed], after], dim=1), use_cache=False).logits
+    assert_within_budget(logits, expected, fresh[:, PROMPT - removed :])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pads", [(5, 0), (0, 5), (5, 6)], ids=str)
+def test_padding_that_only_a_later_mask_shows(
+    make_model: Any, qsa_case: Any, make_tokens: Any, watch: Any, assert_same_sets: Any, pads: tuple[int, int]
+) -> None:
+    """Blocks are counted by the mask of the forward at hand, whatever the forwards before were told."""
+    model, tokens = make_model(qsa_case), make_tokens(1, PROMPT)
+    masks = [(torch.arange(PROMPT) >= pad).long()[None] for pad in pads]
+
+    def run() -> None:
+        out = model(tokens[:, :-6], attention_mask=masks[0][:, :-6], use_cache=True)
+        for end in range(PROMPT - 5, PROMPT + 1):
+            model(tokens[:, end - 1 : end], attention_mask=masks[1][:, :end], cache=out.cache)
+
+    with watch() as stock:
+        run()
+    with hf.enabled(model), watch() as ours:
+        run()
+    real = masks[0].bool() if pads[0] > pads[1] else masks[1].bool()
+    assert assert_same_sets(ours, stock, real) <= 1
+
+
 def test_beam_search(make_model: Any, small_case: Any, make_tokens: Any) -> None:
     model, prompt = make_model(small_case), make_tokens(2, 100)
     mask = torch.ones_like(prompt)
