@@ -100,3 +100,17 @@ def test_fault_50_one_plan_serves_all_layers(
     assert len(plans) == 1
     model(make_tokens(2, 1), cache=out.cache)
     assert len(plans) == 2
+
+
+def test_a_step_is_copied_once_to_each_device(model: Any) -> None:
+    """Layers of a model that is spread over devices share one plan on each."""
+    from transformers.masking_utils import causal_mask_function
+
+    step = masks.step_mask(2, 40, 40, mask_function=causal_mask_function, config=model.config)
+    assert step.to("cpu") is step
+    away = step.to("meta")
+    assert step.to(torch.device("meta")) is away
+    assert away.to("meta") is away
+    assert away.plan.positions.device == away.plan.first_slots.device == torch.device("meta")
+    assert (away.starts, away.ends, away.kv_tokens) == (step.starts, step.ends, step.kv_tokens)
+    assert away.plan.max_seq_len == step.plan.max_seq_len

@@ -41,6 +41,7 @@ def attention_forward(
     step = attention_mask
     _check_call(self, step, kwargs)
     assert isinstance(step, HFStep)
+    step = step.to(hidden_states.device)
     cache = kwargs.get("past_key_values") if cache is None else cache
     batch, q_length, _ = hidden_states.shape
     if cache is None and step.kv_tokens != q_length:

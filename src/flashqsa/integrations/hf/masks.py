@@ -6,7 +6,7 @@ instead, of a size that grows with the rows, never with rows times context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +36,23 @@ class HFStep:
     ends: tuple[int, ...]
     kv_tokens: int
     block_capacity: int
+    _elsewhere: dict[torch.device, HFStep] = field(default_factory=dict, repr=False, compare=False)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> HFStep:
+        """The same step on another device, copied once: the layers of a model may be spread over several.
+
+        Args:
+            device: Where a layer runs.
+            non_blocking: As accelerate passes it; a plan is needed at once.
+        """
+        device = torch.empty(0, device=device).device  # "cuda" becomes the one that it stands for
+        if device == self.plan.device:
+            return self
+        if device not in self._elsewhere:
+            named = {f.name: getattr(self.plan, f.name) for f in fields(self.plan) if f.init}
+            tensors: dict[str, Any] = {name: x.to(device) for name, x in named.items() if isinstance(x, torch.Tensor)}
+            self._elsewhere[device] = replace(self, plan=replace(self.plan, **tensors), _elsewhere={})
+        return self._elsewhere[device]
 
     @property
     def dtype(self) -> NoReturn:
