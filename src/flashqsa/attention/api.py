@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 
 from flashqsa.attention.differentiable import attend_rows_differentiable
-from flashqsa.attention.gating import gate_output
+from flashqsa.attention.gating import check_out_dtype, gate_output
 from flashqsa.attention.plain import StepRows, attend_rows_torch, wide_dtype
 from flashqsa.attention.reference import attend_rows_reference
+from flashqsa.attention.support import attend_refusal
 from flashqsa.attention.tokens import RowTokens
 from flashqsa.attention.values import check_selection_values, check_token_values
 from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import FLOAT_DTYPES, expect, values_are_checked
-from flashqsa.errors import DTypeError, SelectionError, ShapeError
+from flashqsa.errors import SelectionError, ShapeError
 from flashqsa.plan import StepPlan
 from flashqsa.results import Selection
 
@@ -79,8 +80,8 @@ def attend(
         )
     if values_are_checked(cache.device):
         check_selection_values(where, selection, plan)
-    tail_starts = selection.visible_blocks.to(torch.int64) * plan.block_tokens if include_tail else None
-    tokens = RowTokens(selection.block_ids, selection.block_counts, plan.block_tokens, tail_starts, plan.positions)
+    visible_units = selection.visible_blocks if include_tail else None
+    tokens = RowTokens(selection.block_ids, selection.block_counts, plan.block_tokens, visible_units, plan.positions)
     step = _step_rows(cache, plan, tokens, softmax_scale, row_exact)
     return _attend_rows(where, q, cache, step, gate, out_dtype, return_lse, out, backend)
 
@@ -173,18 +174,22 @@ def _attend_rows(
 ) -> Attended:
     if out_dtype is None:
         out_dtype = q.dtype if out is None else out.dtype
-    if out_dtype not in FLOAT_DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-        raise DTypeError(
-            f"{where}: out_dtype must be one of {allowed}, got {str(out_dtype).removeprefix('torch.')}. "
-            "Ask for float32 where partial outputs are merged."
-        )
+    check_out_dtype(where, out_dtype)
     if out is not None:
         dims = {"T": q.shape[0], "Hq": q.shape[1], "D": q.shape[2]}
         expect(where, "out", out, "T Hq D", dims, dtypes=(out_dtype,), device=q.device)
-    if resolve_backend("attend", backend, cache.device) == "reference":
+    needs_gradients = _needs_gradients(q, cache, gate)
+    backend = resolve_backend("attend", backend, cache.device, attend_refusal(q, cache, gate, needs_gradients))
+    if backend == "triton":
+        from flashqsa.attention.triton_rows import attend_rows_triton
+
+        result = torch.empty(q.shape, dtype=out_dtype, device=q.device) if out is None else out
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        attend_rows_triton(q, cache, step.plan, step.tokens, step.softmax_scale, gate=gate, out=result, lse=lse)  # type: ignore[no-untyped-call]
+        return result if lse is None else (result, lse)
+    if backend == "reference":
         attended, lse = attend_rows_reference(q, cache, step.plan, step.tokens, step.softmax_scale)
-    elif _needs_gradients(q, cache, gate):
+    elif needs_gradients:
         attended, lse = attend_rows_differentiable(q, cache.k_pages, cache.v_pages, step)
     else:  # straight into the result: no intermediate of its size
         result = torch.empty(q.shape, dtype=out_dtype, device=q.device) if out is None else out

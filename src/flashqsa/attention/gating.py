@@ -4,6 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from flashqsa.checks import FLOAT_DTYPES
+from flashqsa.errors import DTypeError
+
+
+def check_out_dtype(where: str, out_dtype: torch.dtype) -> None:
+    """Raise unless results can be asked for in a dtype.
+
+    Raises:
+        DTypeError: It is no float dtype, or a float8, which would need a scale.
+    """
+    if out_dtype not in FLOAT_DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+        raise DTypeError(
+            f"{where}: out_dtype must be one of {allowed}, got {str(out_dtype).removeprefix('torch.')}. "
+            "Ask for float32 where partial outputs are merged."
+        )
+
 
 def gate_output(
     out: torch.Tensor,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flashqsa.attention.gating import gate_output
+from flashqsa.attention.gating import check_out_dtype, gate_output
 from flashqsa.checks import FLOAT_DTYPES, expect
 from flashqsa.errors import ArgumentError
 
@@ -36,7 +36,8 @@ def merge_partials(
     where = "merge_partials"
     if not outputs or len(outputs) != len(lses):
         raise ArgumentError(
-            f"{where}: outputs and lses must be as many and not empty, got {len(outputs)} and {len(lses)}."
+            f"{where}: outputs and lses must be as many and not empty, got {len(outputs)} and {len(lses)}. "
+            "Pass one output and one lse a shard."
         )
     dims: dict[str, int] = {}
     wide = (torch.float32, torch.float64)
@@ -46,6 +47,9 @@ def merge_partials(
         expect(where, f"lses[{shard}]", lse, "T Hq", dims, dtypes=wide, device=outputs[0].device)
     if gate is not None:
         expect(where, "gate", gate, "T Hq D", dims, dtypes=FLOAT_DTYPES, device=outputs[0].device)
+    model_dtype = outputs[0].dtype if gate is None else gate.dtype
+    out_dtype = model_dtype if out_dtype is None else out_dtype
+    check_out_dtype(where, out_dtype)
     stacked = torch.stack(list(lses))
     top = stacked.amax(dim=0)
     weights = torch.exp(stacked - top.masked_fill(top == -torch.inf, 0))
@@ -54,5 +58,4 @@ def merge_partials(
     for out, weight in zip(outputs, weights, strict=True):
         share = weight / total.masked_fill(total == 0, 1)
         merged = merged + torch.where(weight[..., None] == 0, 0, out * share[..., None])
-    model_dtype = outputs[0].dtype if gate is None else gate.dtype
-    return gate_output(merged, top, gate, model_dtype, out_dtype or model_dtype)
+    return gate_output(merged, top, gate, model_dtype, out_dtype)

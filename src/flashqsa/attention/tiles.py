@@ -76,15 +76,16 @@ def _mark_units(tokens: RowTokens) -> tuple[torch.Tensor, torch.Tensor]:
     valid = torch.arange(ids.shape[1], device=device)[None] < tokens.unit_counts[:, None]
     named = torch.where(valid, ids, -1).to(torch.int64).flatten()
     tail_units = torch.empty(0, dtype=torch.int64, device=device)
-    if tokens.tail_starts is not None:
-        first, last = int(tokens.tail_starts.min()), int(tokens.positions.max())
+    tail_starts = tokens.tail_starts
+    if tail_starts is not None:
+        first, last = int(tail_starts.min()), int(tokens.positions.max())
         tail_units = torch.arange(first // tokens.unit_tokens, last // tokens.unit_tokens + 1, device=device)
     unit_ids, places = torch.unique(torch.cat([named, tail_units]), return_inverse=True)
     marks = torch.zeros(ids.shape[0], unit_ids.shape[0], dtype=torch.bool, device=device)
     marks.scatter_(1, places[: named.shape[0]].view(ids.shape), True)
-    if tokens.tail_starts is not None:
-        first_unit = (tokens.tail_starts // tokens.unit_tokens)[:, None]
-        last_unit = torch.where(tokens.tail_starts <= tokens.positions, tokens.positions // tokens.unit_tokens, -1)
+    if tail_starts is not None:
+        first_unit = (tail_starts // tokens.unit_tokens)[:, None]
+        last_unit = torch.where(tail_starts <= tokens.positions, tokens.positions // tokens.unit_tokens, -1)
         marks |= (unit_ids >= first_unit) & (unit_ids <= last_unit[:, None])
     invalid = int(unit_ids[0] == -1) if unit_ids.shape[0] else 0  # where ids past the counts landed
     return unit_ids[invalid:], marks[:, invalid:]

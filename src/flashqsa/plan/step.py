@@ -85,6 +85,9 @@ class StepPlan:
     max_seq_len: int
     num_pages: int | None = None
     ring_tokens: int | None = None
+    _scratch: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _row_groups: list[RowGroup] | None = field(default=None, init=False, repr=False)
     _end_slots: tuple[int, int] | None = field(default=None, init=False, repr=False)
 
@@ -197,6 +200,22 @@ class StepPlan:
                 row = end
             self._row_groups = groups
         return self._row_groups
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, zeroed: bool = False) -> torch.Tensor:
+        """A tensor that kernels of this step share, allocated once a plan and shape.
+
+        Args:
+            name: Who uses it.
+            shape: Its shape.
+            dtype: Its dtype.
+            zeroed: Whether it starts as zeros; kernels leave it so.
+        """
+        key = (name, shape, dtype)
+        known = self._scratch.get(key)
+        if known is None:  # never replaced: a captured graph may point at it
+            make = torch.zeros if zeroed else torch.empty
+            known = self._scratch[key] = make(shape, dtype=dtype, device=self.device)
+        return known
 
     def token_slots(self, request_id: int, token_ids: torch.Tensor) -> torch.Tensor:
         """Slots of tokens of one request, int64 of the same shape."""

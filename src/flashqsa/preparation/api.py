@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashqsa.backends import resolve_backend
+from flashqsa.backends import NO_KERNEL, resolve_backend
 from flashqsa.cache.state import CACHE_DTYPES, LayerCache
 from flashqsa.checks import FLOAT_DTYPES, expect, values_are_checked
 from flashqsa.errors import ArgumentError, DTypeError, ShapeError
@@ -66,7 +66,7 @@ def prepare(
     dim = cache.head_dim
     if out is not None:
         _check_out(where, out, q_gate, index_qk, dim)
-    backend = resolve_backend(where, backend, cache.device)
+    backend = resolve_backend(where, backend, cache.device, NO_KERNEL)
     arguments = (q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan)
     with torch.set_grad_enabled(torch.is_grad_enabled() and out is None and backend == "torch"):
         if backend == "torch":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from flashqsa.backends import resolve_backend
@@ -12,6 +14,7 @@ from flashqsa.plan import StepPlan
 from flashqsa.results import Selection
 from flashqsa.selection.plain import least_workspace_bytes, select_blocks_torch
 from flashqsa.selection.reference import select_blocks_reference
+from flashqsa.selection.support import select_refusal
 
 MIB = 1 << 20
 DEFAULT_WORKSPACE_BYTES = {"cpu": 64 * MIB}
@@ -70,9 +73,17 @@ def select_blocks(
         raise ArgumentError(
             f"{where}: workspace_bytes must be at least {least}, got {workspace_bytes}. One tile of scores needs that."
         )
-    backend = resolve_backend(where, backend, cache.device)
+    backend = resolve_backend(where, backend, cache.device, select_refusal(index_q, cache.block_keys, plan.topk_blocks))
     with torch.no_grad():
-        result = _buffers(where, plan, cache, return_scores, out)
+        if out is not None:
+            _check_out(where, plan, cache, return_scores, out)
+        result = _buffers(plan, cache, return_scores, out)
+        if backend == "triton":
+            from flashqsa.selection.triton_select import select_blocks_triton
+
+            select_blocks_triton(index_q, cache, plan, result, workspace_bytes=workspace_bytes)  # type: ignore[no-untyped-call]
+            return result
+        _preset(plan, result)
         if backend == "reference":
             select_blocks_reference(index_q, cache, plan, result)
         else:
@@ -80,36 +91,42 @@ def select_blocks(
     return result
 
 
-def _buffers(where: str, plan: StepPlan, cache: LayerCache, return_scores: bool, out: Selection | None) -> Selection:
-    """The selection to fill, with counts and visible blocks known and every id unset."""
-    rows, topk, device = plan.num_rows, plan.topk_blocks, cache.device
-    visible = plan.visible_blocks.masked_fill(plan.request_ids < 0, 0)  # an engine's padding rows may hold leftovers
-    counts = visible.clamp(max=topk)
-    if out is None:
-        return Selection(
-            block_ids=torch.full((rows, topk), -1, dtype=torch.int32, device=device),
-            block_counts=counts,
-            scores=torch.full((rows, topk), -torch.inf, dtype=torch.float32, device=device) if return_scores else None,
-            visible_blocks=visible,
-            request_ids=plan.request_ids.clone(),
-            layer_id=cache.layer_id,
-        )
+def _check_out(where: str, plan: StepPlan, cache: LayerCache, return_scores: bool, out: Selection) -> None:
     if return_scores != (out.scores is not None):
         raise ArgumentError(
             f"{where}: out.scores must be a tensor exactly when return_scores is set, got {return_scores} and "
             f"{'no scores' if out.scores is None else 'scores'}. Change one of them."
         )
-    dims = {"T": rows, "K": topk}
+    dims, device = {"T": plan.num_rows, "K": plan.topk_blocks}, cache.device
     expect(where, "out.block_ids", out.block_ids, "T K", dims, dtypes=(torch.int32,), device=device)
     for name in ("block_counts", "visible_blocks", "request_ids"):
         expect(where, f"out.{name}", getattr(out, name), "T", dims, dtypes=(torch.int32,), device=device)
     if out.scores is not None:
         expect(where, "out.scores", out.scores, "T K", dims, dtypes=(torch.float32,), device=device)
-        out.scores.fill_(-torch.inf)
+
+
+def _buffers(plan: StepPlan, cache: LayerCache, return_scores: bool, out: Selection | None) -> Selection:
+    """The tensors of the result, not filled yet."""
+    if out is not None:
+        return replace(out, layer_id=cache.layer_id)
+    rows, topk, device = plan.num_rows, plan.topk_blocks, cache.device
+    counts, visible, requests = torch.empty(3, rows, dtype=torch.int32, device=device)
+    return Selection(
+        block_ids=torch.empty(rows, topk, dtype=torch.int32, device=device),
+        block_counts=counts,
+        scores=torch.empty(rows, topk, dtype=torch.float32, device=device) if return_scores else None,
+        visible_blocks=visible,
+        request_ids=requests,
+        layer_id=cache.layer_id,
+    )
+
+
+def _preset(plan: StepPlan, out: Selection) -> None:
+    """Counts, visible blocks and requests as planned; every id and score unset."""
+    visible = plan.visible_blocks.masked_fill(plan.request_ids < 0, 0)  # an engine's padding rows may hold leftovers
     out.block_ids.fill_(-1)
-    out.block_counts.copy_(counts)
+    out.block_counts.copy_(visible.clamp(max=plan.topk_blocks))
     out.visible_blocks.copy_(visible)
     out.request_ids.copy_(plan.request_ids)
-    return Selection(
-        out.block_ids, out.block_counts, out.scores, out.visible_blocks, out.request_ids, layer_id=cache.layer_id
-    )
+    if out.scores is not None:
+        out.scores.fill_(-torch.inf)

@@ -1,0 +1,38 @@
+# mypy: ignore-errors
+"""Selection on the GPU: scores into a bounded workspace, then exact top-K, some rows at a time."""
+
+import torch
+
+from flashqsa.backends import multiprocessors
+from flashqsa.results import Selection
+from flashqsa.selection.triton_scores import score_blocks_triton
+from flashqsa.selection.triton_topk import first_chunk, top_blocks_triton
+
+
+def row_workspace_bytes(blocks, topk_blocks):
+    """Bytes of workspace that one row of a step needs: scores, and candidates where there are several passes."""
+    lists = -(-blocks // first_chunk(blocks, topk_blocks))
+    return 4 * blocks + (2 * 8 * lists * topk_blocks if lists > 1 else 0)
+
+
+def select_blocks_triton(index_q, cache, plan, out, *, workspace_bytes):
+    """Fill `out` with the selection of every row. Arguments as in `select_blocks`."""
+    topk, scored_all = plan.topk_blocks, out.scores is not None
+    blocks = max(1, plan.max_seq_len // plan.block_tokens)
+    dense = plan.all_visible and not scored_all
+    if dense:
+        blocks = 1  # nothing is scored: the top-K kernel writes every block that a row sees
+    rows_at_once = max(1, min(plan.num_rows, workspace_bytes // row_workspace_bytes(blocks, topk)))
+    for first_row in range(0, plan.num_rows, rows_at_once):
+        rows = slice(first_row, min(first_row + rows_at_once, plan.num_rows))
+        scores = plan.scratch("select.scores", (rows.stop - first_row, blocks), torch.float32)
+        if not dense:
+            score_blocks_triton(
+                index_q, cache, plan, scores, first_row, 0 if scored_all else topk,
+                multiprocessors=multiprocessors(cache.device),
+            )  # fmt: skip
+        part = Selection(
+            out.block_ids[rows], out.block_counts[rows], None if out.scores is None else out.scores[rows],
+            out.visible_blocks[rows], out.request_ids[rows],
+        )  # fmt: skip
+        top_blocks_triton(scores, plan, first_row, part, scored_all=scored_all)
