@@ -23,7 +23,7 @@ def _score_blocks_kernel(
     chunks,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr, PAGED: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, ROW_TILES: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    ONE_ROW: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -44,13 +44,14 @@ def _score_blocks_kernel(
     in_column = (head < HEADS) & (column_rows < end) & (column_rows >= first_row)
     at = q_ptr + column_rows.to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
     q = tl.load(at, mask=in_column[:, None] & in_d[None, :], other=0.0).to(DTYPE)
-    visible = tl.where(
-        live & (visible > least_blocks), visible, 0
-    )  # rows within the budget select everything: not scored
+    # rows within the budget select everything: not scored
+    visible = tl.where(live & (visible > least_blocks), visible, 0)
     most = tl.max(visible, 0)
     table_ptr = page_table_ptr + request * stride_pr
     first_block = tl.load(first_blocks_ptr + request) if not PAGED else request
     out_rows = (rows - first_row).to(tl.int64) * stride_st
+    if ONE_ROW:
+        scores_ptr += (start - first_row).to(tl.int64) * stride_st
     m = tl.arange(0, BLOCK_M)
     for block_start in tl.range(chunk * BLOCK_M, most, chunks * BLOCK_M, num_stages=STAGES):
         blocks = block_start + m
@@ -67,10 +68,12 @@ def _score_blocks_kernel(
         products = tl.dot(keys, tl.trans(q), input_precision=PRECISION)  # [BLOCK_M, heads * ROWS]
         products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
         total = tl.sum(tl.reshape(products, (BLOCK_M, PADDED_HEADS, ROWS)), 1)
-        tl.store(
-            scores_ptr + out_rows[None, :] + blocks[:, None], total,
-            mask=(blocks[:, None] < visible[None, :]),
-        )  # fmt: skip
+        if ONE_ROW:  # decode: one column of the tile is live
+            score = tl.sum(tl.where(tl.arange(0, ROWS)[None, :] == 0, total, 0.0), 1)
+            tl.store(scores_ptr + blocks, score, mask=blocks < most)
+        else:
+            to = scores_ptr + out_rows[None, :] + blocks[:, None]
+            tl.store(to, total, mask=blocks[:, None] < visible[None, :])
 
 
 def product_dtype(q_dtype, keys_dtype):
@@ -127,6 +130,7 @@ def score_blocks_triton(index_q, cache, plan, scores, first_row, least_blocks, *
         plan.page_table.stride(0) if paged else 0, scores.stride(0), chunks,
         HEADS=index_q.shape[1], PADDED_HEADS=triton.next_power_of_2(index_q.shape[1]), DIM=index_q.shape[2],
         BLOCK_D=max(16, triton.next_power_of_2(index_q.shape[2])), PAGE_BLOCKS=keys.shape[1], PAGED=paged,
-        ROWS=rows_a_tile, BLOCK_M=config.block_m, ROW_TILES=row_tiles, DTYPE=dtype,
+        ROWS=rows_a_tile, BLOCK_M=config.block_m, ROW_TILES=row_tiles, ONE_ROW=plan.max_query_len == 1,
+        DTYPE=dtype,
         PRECISION="ieee", STAGES=config.stages, num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip

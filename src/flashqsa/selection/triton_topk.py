@@ -20,7 +20,7 @@ FIRST_CHUNK = 4096
 
 
 @triton.jit
-def _search_threshold(ranks, valid, topk, count):
+def _search_threshold(ranks, valid, TOPK: tl.constexpr, count):
     """Largest t with at least `topk` ranks >= t (found early when exactly topk are), and how many ranks are >= t.
 
     The bracket always holds at least topk ranks >= low and fewer >= high. A guess interpolates between the scores of
@@ -30,19 +30,19 @@ def _search_threshold(ranks, valid, topk, count):
     low = tl.min(tl.where(valid, ranks, 2147483647), 0)
     high = tl.max(ranks, 0) + 1
     at_least = count
-    over = tl.math.log2(count.to(tl.float32) / topk.to(tl.float32))
-    under = tl.math.log2(0.5 / topk.to(tl.float32))
+    over = tl.math.log2(count.to(tl.float32) / TOPK)
+    under = tl.math.log2(tl.full((), 0.5, tl.float32) / TOPK)
     side = tl.full((), 0, tl.int32)
     turn = tl.full((), 0, tl.int32)
-    while (high - low > 1) & (at_least != topk):
+    while (high - low > 1) & (at_least != TOPK):
         a = tl.maximum(low, 0).to(tl.float32, bitcast=True)
         b = tl.maximum(high, 0).to(tl.float32, bitcast=True)
         guess = (a + (b - a) * (over / (over - under))).to(tl.int32, bitcast=True)
         guess = tl.where((turn & 3) == 3, low + (high - low) // 2, guess)
         guess = tl.minimum(tl.maximum(guess, low + 1), high - 1)
         found = tl.sum((ranks >= guess).to(tl.int32), 0)
-        distance = tl.math.log2(tl.maximum(found.to(tl.float32), 0.5) / topk.to(tl.float32))
-        enough = found >= topk
+        distance = tl.math.log2(tl.maximum(found.to(tl.float32), 0.5) / TOPK)
+        enough = found >= TOPK
         under = tl.where(enough, tl.where(side == 1, under * 0.5, under), distance)
         over = tl.where(enough, distance, tl.where(side == -1, over * 0.5, over))
         side = tl.where(enough, 1, -1)
@@ -56,9 +56,10 @@ def _search_threshold(ranks, valid, topk, count):
 @triton.jit
 def _top_blocks_kernel(
     scores_ptr, ids_ptr, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
-    first_row, topk, stride_s, stride_o, stride_os, stride_oc,
+    first_row, stride_s, stride_o, stride_os, stride_oc,
     CHUNKS: tl.constexpr, CHUNK_BLOCKS: tl.constexpr, PARTS: tl.constexpr, PART_BLOCKS: tl.constexpr,
-    WITH_SCORES: tl.constexpr, SCORED_ALL: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    WITH_SCORES: tl.constexpr, SCORED_ALL: tl.constexpr, LAST: tl.constexpr, TOPK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row: CHUNK_BLOCKS scores, or PARTS candidate lists that stand for PART_BLOCKS blocks each."""
     pid = tl.program_id(0).to(tl.int64)
@@ -71,49 +72,50 @@ def _top_blocks_kernel(
     out = row * stride_o + chunk * stride_oc
     out_scores = row * stride_os + chunk * stride_oc
     if LAST:
-        tl.store(counts_ptr + row, tl.minimum(visible, topk))
+        tl.store(counts_ptr + row, tl.minimum(visible, TOPK))
         tl.store(seen_ptr + row, visible)
         tl.store(requests_ptr + row, request)
         everything = tl.where(k < visible, k, -1)  # what a row within the budget selects
         if SCORED_ALL:
-            tl.store(out_ids_ptr + out + k, everything, mask=(k < topk) & (k >= visible))
-            tl.store(out_scores_ptr + out_scores + k, float("-inf"), mask=(k < topk) & (k >= visible))
+            tl.store(out_ids_ptr + out + k, everything, mask=(k < TOPK) & (k >= visible))
+            tl.store(out_scores_ptr + out_scores + k, float("-inf"), mask=(k < TOPK) & (k >= visible))
         else:
-            tl.store(out_ids_ptr + out + k, everything, mask=k < tl.where(visible <= topk, topk, 0))
+            tl.store(out_ids_ptr + out + k, everything, mask=k < tl.where(visible <= TOPK, TOPK, 0))
     if not SCORED_ALL:  # noqa: SIM102 (a constexpr branch, then one at run time)
-        if visible <= topk:
+        if visible <= TOPK:
             return
     i = tl.arange(0, BLOCK)
     if PARTS > 0:
-        part = chunk * PARTS + i // topk
+        part = chunk * PARTS + i // TOPK
         kept = tl.minimum(tl.maximum(visible - part * PART_BLOCKS, 0), PART_BLOCKS)
-        valid = (i < PARTS * topk) & (i % topk < kept)
+        valid = (i < PARTS * TOPK) & (i % TOPK < kept)
         count = tl.sum(valid.to(tl.int32), 0)
-        at = row * stride_s + chunk * (PARTS * topk) + i
+        scores_ptr += row * stride_s + chunk * (PARTS * TOPK)
+        ids_ptr += row * stride_s + chunk * (PARTS * TOPK)
     else:
         count = tl.minimum(visible - chunk * CHUNK_BLOCKS, CHUNK_BLOCKS)
         valid = i < count
-        at = row * stride_s + chunk * CHUNK_BLOCKS + i
+        scores_ptr += row * stride_s + chunk * CHUNK_BLOCKS
     if count <= 0:
         return
-    scores = tl.load(scores_ptr + at, mask=valid, other=0.0)
+    scores = tl.load(scores_ptr + i, mask=valid, other=0.0)
     bits = scores.to(tl.int32, bitcast=True)
     ranks = tl.where(scores == scores, bits, -1)
     ranks = tl.where(valid, ranks, -2)
     low = tl.full((), -1, tl.int32)
     at_least = count
-    if count > topk:
-        low, at_least = _search_threshold(ranks, valid, topk, count)
+    if count > TOPK:
+        low, at_least = _search_threshold(ranks, valid, TOPK, count)
     above = ranks > low
     equal = valid & (ranks == low)
-    if at_least <= topk:  # no tie to break: everything from the threshold on is taken
+    if at_least <= TOPK:  # no tie to break: everything from the threshold on is taken
         chosen = valid & (ranks >= low)
     else:
         num_above = tl.sum(above.to(tl.int32), 0)
         before = tl.cumsum(equal.to(tl.int32), 0) - equal.to(tl.int32)
-        chosen = above | (equal & (before < topk - num_above))
+        chosen = above | (equal & (before < TOPK - num_above))
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    block = tl.load(ids_ptr + at, mask=chosen, other=0) if PARTS > 0 else chunk * CHUNK_BLOCKS + i
+    block = tl.load(ids_ptr + i, mask=chosen, other=0) if PARTS > 0 else chunk * CHUNK_BLOCKS + i
     tl.store(out_ids_ptr + out + place, block, mask=chosen)
     if WITH_SCORES:
         tl.store(out_scores_ptr + out_scores + place, scores, mask=chosen)
@@ -143,10 +145,10 @@ def top_blocks_triton(scores, plan, first_row, out, *, scored_all):
         block = triton.next_power_of_2(parts * topk) if parts else chunk_blocks
         _top_blocks_kernel[(rows * lists,)](
             scores, ids, to_ids, scores if to_scores is None else to_scores, out.block_counts, out.visible_blocks,
-            out.request_ids, plan.visible_blocks, plan.request_ids, first_row, topk, scores.stride(0), to_ids.stride(0),
+            out.request_ids, plan.visible_blocks, plan.request_ids, first_row, scores.stride(0), to_ids.stride(0),
             0 if to_scores is None else to_scores.stride(0), topk, CHUNKS=lists, CHUNK_BLOCKS=chunk_blocks, PARTS=parts,
-            PART_BLOCKS=part_blocks, WITH_SCORES=to_scores is not None, SCORED_ALL=scored_all, LAST=last, BLOCK=block,
-            BLOCK_K=triton.next_power_of_2(topk), num_warps=max(4, min(16, block // 512)),
+            PART_BLOCKS=part_blocks, WITH_SCORES=to_scores is not None, SCORED_ALL=scored_all, LAST=last, TOPK=topk,
+            BLOCK=block, BLOCK_K=triton.next_power_of_2(topk), num_warps=max(4, min(16, block // 512)),
         )  # fmt: skip
         if last:
             return
