@@ -1,26 +1,30 @@
-"""Decode and verify on one GPU: selection and attention against vLLM's kernels and the floor, in one run.
+"""`python -m benchmarks gpu-decode`: selection and attention on one CUDA GPU, beside vLLM and the floor.
 
-    PYTHONPATH=src:PEER_TOOLS python -m benchmarks.gpu_decode [--out FILE] [--rows SUBSTRING]
-
-PEER_TOOLS is a folder with a `peer_vllm` module that loads vLLM 0.33's operators; without it the peer column is empty.
-Every row first passes a correctness gate, then is timed by graph replay with a cold L2, ours and the peer in turn.
+With a `peer_vllm` module on the path that loads vLLM 0.33's operators, these run on the same tensors in the same run;
+without one their columns stay empty. Every row first passes a correctness gate, then is timed by graph replay with a
+cold L2, contenders in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_timing import Ceilings, Timer, run_facts
+from benchmarks.environment import ROOT, command
+from benchmarks.gpu_timing import Ceilings, Timer, gpu_environment
 from flashqsa import LayerCache, attend, plan_step, select_blocks
 from flashqsa.backends import multiprocessors
 from flashqsa.cache.state import read_slots
-from flashqsa.selection.triton_scores import score_blocks_triton
 
+NAME = "gpu-decode"
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_decode.jsonl"
 Q_HEADS, KV_HEADS, HEAD_DIM, INDEX_HEADS, INDEX_DIM, BLOCK, BUDGET, PAGE = 24, 2, 256, 4, 128, 4, 2048, 64
 TOPK = BUDGET // BLOCK
 WORKSPACE_BYTES = 256 << 20
@@ -87,6 +91,8 @@ class Workload:
 
     def score(self) -> None:
         """The first kernel of selection, by itself."""
+        from flashqsa.selection.triton_scores import score_blocks_triton
+
         sms = multiprocessors(self.q.device)
         score_blocks_triton(self.index_q, self.cache, self.plan, self.scores, 0, TOPK, multiprocessors=sms)
 
@@ -166,61 +172,61 @@ def measure(shape: Shape, vllm: Any, timer: Timer, ceilings: Ceilings, generator
     """One row of the table."""
     torch.cuda.empty_cache()
     work = Workload(shape, generator)
-    row: dict[str, Any] = {"kind": "decode", "name": str(shape), **asdict(shape), **work.gate_correctness()}
+    row: dict[str, Any] = {"measure": "gpu decode", "name": str(shape), **asdict(shape), **work.gate_correctness()}
     key_bytes = shape.requests * (shape.context // BLOCK) * INDEX_DIM * work.cache.block_keys.element_size()
-    kv_bytes = shape.requests * min(shape.context, BUDGET) * KV_HEADS * 2 * HEAD_DIM * 2
-    if shape.rows > 1:
-        union = sum(
-            work.selection.block_ids[i * shape.rows : (i + 1) * shape.rows].unique().numel()
-            for i in range(shape.requests)
-        )
-        kv_bytes = union * BLOCK * KV_HEADS * 2 * HEAD_DIM * 2
-    row["floor_us"] = (key_bytes + kv_bytes) / ceilings.copy_bytes_per_us
-    timed = {"ours_all": work.all, "ours_select": work.select, "ours_score": work.score, "ours_attend": work.attend}
+    rows = work.selection.block_ids.view(shape.requests, -1)
+    attended = sum(request.unique().numel() for request in rows) * BLOCK
+    row["floor_us"] = (key_bytes + attended * KV_HEADS * 2 * HEAD_DIM * 2) / ceilings.copy_bytes_per_us
+    timed = {"all": work.all, "select": work.select, "score": work.score, "attend": work.attend}
+    contenders = {f"flashqsa {stage}": run for stage, run in timed.items()}
     if vllm is not None:
         peer = Peer(vllm, work)
-        timed |= {
-            "vllm_all": peer.all,
-            "vllm_select": peer.select,
-            "vllm_expand": peer.expand,
-            "vllm_attend": peer.attend,
-        }
-    row |= {f"{name}_us": time for name, time in timer.interleaved(timed).items()}
+        timed = {"all": peer.all, "select": peer.select, "expand": peer.expand, "attend": peer.attend}
+        contenders |= {f"vllm {stage}": run for stage, run in timed.items()}
+    times = timer.interleaved(contenders)
+    for engine in ("flashqsa", "vllm"):
+        found = {name.split()[1]: spread for name, spread in times.items() if name.startswith(engine)}
+        row[engine] = found or None
     return row
 
 
-def main() -> None:
-    """Measure every shape, print a table, write JSON lines."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=None, help="JSON lines to append to")
-    parser.add_argument("--rows", default="", help="only shapes whose name holds this")
-    options = parser.parse_args()
-    try:
-        import peer_vllm
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the sub-command."""
+    parser.add_argument(
+        "--out", type=Path, default=None, help="JSON lines to write; the committed file is " + RESULTS.name
+    )
+    parser.add_argument("--shapes", default="", help="only shapes whose name holds this, e.g. '1 x'")
+    parser.add_argument("--commit", default=None, help="commit to record where the checkout has no git")
 
-        vllm = peer_vllm.load()
-    except (ImportError, OSError):
-        vllm = None
+
+def run(options: argparse.Namespace) -> int:
+    """Measure every shape; a line each on the terminal, all figures in the file."""
+    if not torch.cuda.is_available():
+        print("gpu-decode: needs a CUDA GPU, found none.", file=sys.stderr)
+        return 2
+    vllm = importlib.import_module("peer_vllm").load() if importlib.util.find_spec("peer_vllm") else None
     timer, generator = Timer(), torch.Generator("cuda").manual_seed(0)
     ceilings = Ceilings.measure(timer)
-    facts = run_facts()
-    print(f"copy {ceilings.copy_bytes_per_us / 1e6:.2f} TB/s, matmul {ceilings.matmul_flop_per_us / 1e6:.0f} TFLOP/s")
+    facts = {"environment": gpu_environment(options.commit), "command": command(), **asdict(ceilings)}
+    lines = []
     for shape in SHAPES:
-        if options.rows not in str(shape):
+        if options.shapes not in str(shape):
             continue
         row = measure(shape, vllm, timer, ceilings, generator)
-        ours, peer = row["ours_all_us"], row.get("vllm_all_us", float("nan"))
-        print(
-            f"{row['name']:28s} ours {ours:7.1f} ({row['ours_select_us']:6.1f}, score {row['ours_score_us']:6.1f} / "
-            f"{row['ours_attend_us']:6.1f})  vLLM {peer:7.1f} ({row.get('vllm_select_us', 0):6.1f} / "
-            f"{row.get('vllm_expand_us', 0):5.1f} / {row.get('vllm_attend_us', 0):6.1f})  ratio {ours / peer:.2f}  "
-            f"floor {row['floor_us']:6.1f}  score err {row['score_error_of_bound']:.2f} out {row['out_error']:.1e}",
-            flush=True,
-        )
+        lines.append(json.dumps({**facts, **row}))
+        print(_line(row), flush=True)
         if options.out:
-            with open(options.out, "a", encoding="utf-8") as file:
-                file.write(json.dumps({**facts, **row}) + "\n")
+            options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+def _line(row: dict[str, Any]) -> str:
+    ours = {stage: spread["median_us"] for stage, spread in row["flashqsa"].items()}
+    text = f"{row['name']:28s} floor {row['floor_us']:6.1f} us, FlashQSA " + " ".join(
+        f"{k} {v:.1f}" for k, v in ours.items()
+    )
+    if row["vllm"] is not None:
+        theirs = {stage: spread["median_us"] for stage, spread in row["vllm"].items()}
+        text += ", vLLM " + " ".join(f"{k} {v:.1f}" for k, v in theirs.items())
+        text += f", ratio {ours['all'] / theirs['all']:.2f}"
+    return text

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
 
 import torch
+
+from benchmarks.environment import commit, installed
 
 
 class Timer:
@@ -23,8 +25,10 @@ class Timer:
         self.repeats = repeats
         self.flush = torch.empty(flush_bytes, dtype=torch.uint8, device="cuda")
 
-    def interleaved(self, contenders: dict[str, Callable[[], None]], *, graph: bool = True) -> dict[str, float]:
-        """Microseconds of each contender, medians over rounds in which every one runs once."""
+    def interleaved(
+        self, contenders: dict[str, Callable[[], object]], *, graph: bool = True
+    ) -> dict[str, dict[str, float]]:
+        """Microseconds of each contender, median and percentiles, over rounds in which every one runs once."""
         runs = {name: self._captured(run) if graph else run for name, run in contenders.items()}
         times: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
         for _ in range(self.repeats):
@@ -36,14 +40,15 @@ class Timer:
                 end.record()
                 times[name].append((begin, end))
         torch.cuda.synchronize()
-        medians = {}
+        spreads = {}
         for name, pairs in times.items():
             ordered = sorted(begin.elapsed_time(end) * 1e3 for begin, end in pairs)
-            medians[name] = ordered[len(ordered) // 2]
-        return medians
+            cuts = {"median_us": 0.5, "p20_us": 0.2, "p80_us": 0.8}
+            spreads[name] = {cut: ordered[int(share * len(ordered))] for cut, share in cuts.items()}
+        return spreads
 
     @staticmethod
-    def _captured(run: Callable[[], None]) -> Callable[[], None]:
+    def _captured(run: Callable[[], object]) -> Callable[[], object]:
         for _ in range(3):
             run()
         torch.cuda.synchronize()
@@ -52,7 +57,7 @@ class Timer:
             run()
         graph.replay()
         torch.cuda.synchronize()
-        replay: Callable[[], None] = graph.replay
+        replay: Callable[[], object] = graph.replay
         return replay
 
 
@@ -70,19 +75,20 @@ class Ceilings:
         target = torch.empty_like(source)
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         times = timer.interleaved({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}, graph=False)
-        return cls(2 * source.numel() / times["copy"], 2 * 8192**3 / times["matmul"])
+        return cls(2 * source.numel() / times["copy"]["median_us"], 2 * 8192**3 / times["matmul"]["median_us"])
 
 
-def run_facts() -> dict[str, str]:
-    """Commit, device, versions and command of this run."""
-    import triton
+def gpu_environment(commit_given: str | None) -> dict[str, Any]:
+    """Commit, date, device and versions of this run.
 
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    Args:
+        commit_given: The commit, for a checkout without git.
+    """
     return {
-        "commit": found.stdout.strip() or "unknown",
+        "commit": commit_given or commit(),
+        "date": datetime.now(UTC).date().isoformat(),
         "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "command": " ".join(["python", *sys.argv[1:]]) if sys.argv[0] == "-c" else "python -m " + sys.argv[0],
+        **{name: installed(name) for name in ("torch", "triton")},
     }

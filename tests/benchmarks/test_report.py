@@ -82,3 +82,12 @@ def test_check_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert report.run(argparse.Namespace(check=False)) == 0
     assert "| 2.00 |" in page.read_text(encoding="utf-8")
     assert report.run(argparse.Namespace(check=True)) == 0
+
+
+def test_the_gpu_table_shows_stages_ratio_and_floor():
+    stages = {"select": 10.0, "expand": 5.0, "attend": 20.0, "all": 30.0}
+    spread = {stage: {"median_us": time, "p20_us": time, "p80_us": time} for stage, time in stages.items()}
+    row = {"name": "1 x 8192", "floor_us": 3.0, "flashqsa": spread, "vllm": None}
+    assert "| 1 x 8192 | not measured | 30.0 (10.0 / 20.0) | not measured | 3.0 | 10 % |" in report.gpu_table([row])
+    faster = {stage: {"median_us": spread[stage]["median_us"] / 2} for stage in spread}
+    assert "| 15.0 (5.0 / 2.5 / 10.0) | 30.0 (10.0 / 20.0) | 2.00 |" in report.gpu_table([row | {"vllm": faster}])
