@@ -187,15 +187,13 @@ def assert_attends() -> Callable[..., None]:
 
 
 @pytest.fixture
-def check(request: pytest.FixtureRequest) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def check() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """`check(step, selection, backend, **options)`: attend in hostile memory, compare with float64, return the result.
 
     The torch backend is held to twice the error of the reference, the reference to twice that of a textbook form.
     """
 
-    def checking(
-        step: Step, selection: Selection, backend: str, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def checking(step: Step, selection: Selection, backend: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         lists = _row_lists(step, selection, options.get("include_tail", True))
         got = _attend_hostile(step, selection, backend=backend, **options)
         compared = {name: options[name] for name in ("gated", "softmax_scale") if name in options}

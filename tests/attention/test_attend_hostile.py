@@ -155,9 +155,7 @@ def test_rows_without_a_token_read_nothing(backend: str, choose: Any) -> None:
     for x in pages:
         poison_slots(x, step.requests[0].slot_ids)  # its one row selects nothing
     cache = dataclasses.replace(step.cache, k_pages=pages[0], v_pages=pages[1])
-    out, lse = attend(
-        q, cache, selection, step.plan, gate=gate, include_tail=False, return_lse=True, backend=backend
-    )
+    out, lse = attend(q, cache, selection, step.plan, gate=gate, include_tail=False, return_lse=True, backend=backend)
     wanted, wanted_lse = attend(
         step.q, step.cache, selection, step.plan, gate=step.gate, include_tail=False, return_lse=True, backend=backend
     )
@@ -237,7 +235,7 @@ def test_fault_15_caches_as_views_of_larger_pools(
 
 @pytest.mark.parametrize("left_pad", [0, 1, 3, 4, 7])
 def test_caches_as_transformers_keeps_them(left_pad: int, backend: str, choose: Any) -> None:
-    """[B, heads, tokens, D] transposed: requests contiguous, left-padded, heads outermost; no bit differs from pages."""
+    """[B, heads, tokens, D] transposed: contiguous requests behind left pads, the same bits as from pages."""
     case = StepCase("pages", ((50, 9), (80, 1), (0, 33)))
     step = make_step(case, seed=27)
     selection = choose(step)
