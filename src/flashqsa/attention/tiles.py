@@ -20,6 +20,8 @@ TILE_ROWS = 64
 SPLITS = (64, 16, 4, 1)
 GATHER_COST = 32
 """Gathering a token costs about as much as attending it with this many query heads."""
+TILE_COST = 16384
+"""What a tile costs however small it is, in tokens attended with one query head."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def union_tiles(tokens: RowTokens, first_row: int, first_position: int, query_gr
     for start, end in _cuts(first_position, 0, count, TILE_ROWS):
         part = tokens.rows(start, end)
         unit_ids, marks = _mark_units(part)
-        height = _cheapest_height(marks, (first_position + start) % TILE_ROWS, query_group)
+        height = _cheapest_height(marks, (first_position + start) % TILE_ROWS, tokens.unit_tokens, query_group)
         for low, high in _cuts(first_position, start, end, height):
             rows = slice(low - start, high - start)
             yield _tile(part.rows(rows.start, rows.stop), unit_ids, marks[rows], first_row + low)
@@ -91,16 +93,17 @@ def _mark_units(tokens: RowTokens) -> tuple[torch.Tensor, torch.Tensor]:
     return unit_ids[invalid:], marks[:, invalid:]
 
 
-def _cheapest_height(marks: torch.Tensor, offset: int, query_group: int) -> int:
+def _cheapest_height(marks: torch.Tensor, offset: int, unit_tokens: int, query_group: int) -> int:
     """Rows a tile, such that gathering unions and attending them costs least."""
-    padded = torch.zeros(TILE_ROWS, marks.shape[1], dtype=torch.bool, device=marks.device)
-    padded[offset : offset + marks.shape[0]] = marks
+    count, units = marks.shape
+    union = torch.zeros(TILE_ROWS, units, dtype=torch.bool, device=marks.device)
+    union[offset : offset + count] = marks
     best, least = SPLITS[-1], float("inf")
-    union, rows = padded, 1
     for height in reversed(SPLITS):
-        union = union.view(TILE_ROWS // height, height // rows, union.shape[1]).any(dim=1)
-        rows = height
-        cost = float(union.sum()) * (GATHER_COST + min(height, marks.shape[0]) * query_group)
+        union = union.view(TILE_ROWS // height, union.shape[0] * height // TILE_ROWS, units).any(dim=1)
+        tiles = (offset + count - 1) // height - offset // height + 1
+        token_cost = GATHER_COST + min(height, count) * query_group
+        cost = tiles * TILE_COST + int(union.sum()) * unit_tokens * token_cost
         if cost <= least:
             best, least = height, cost
     return best
