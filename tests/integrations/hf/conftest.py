@@ -15,20 +15,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flashqsa.commands.tiny_weights import draw_weight
+from flashqsa.integrations import hf
+from flashqsa.integrations.hf import forward as seam
 from flashqsa.results import Selection
 from flashqsa.testing import stream, tiny_config
 
-transformers = pytest.importorskip("transformers", minversion="5.16.1")
-
-from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling  # noqa: E402
-
-from flashqsa.integrations import hf  # noqa: E402
-from flashqsa.integrations.hf import forward as seam  # noqa: E402
+try:
+    import transformers
+    from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
+except ImportError:  # the extra is not installed
+    collect_ignore_glob = ["test_*.py"]
 
 CLOSE = 1e-5
 """Share of a row's largest score within which its K-th and next score count as tied by rounding."""
 
-LINEAR, QSA = "linear_attention", "indexed_attention"
+LINEAR, QSA = "linear_attention", "full_attention"  # as checkpoints say; each version has its own name
 PAD_ID, EOS_ID, BYTES = 301, 300, 256
 
 

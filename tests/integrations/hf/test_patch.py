@@ -159,6 +159,29 @@ def test_generate_with_a_static_cache(
     assert_same_sets(ours, stock, mask.bool())
 
 
+def test_generate_with_a_static_cache_where_classes_plan_masks_themselves(
+    model: Any, prompt: torch.Tensor, watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers 5.16.1 does; theirs is called, and is back afterwards."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    calls: list[str] = []
+
+    def theirs(config: Any, **kwargs: Any) -> Any:
+        calls.append(config._attn_implementation)
+        return create_masks_for_generate(config, **kwargs)
+
+    options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "create_masks_for_generate", staticmethod(theirs), raising=False)
+        expected = model.generate(prompt, **options)
+        calls.clear()
+        with hf.enabled(), watch() as ours:
+            assert torch.equal(model.generate(prompt, **options), expected)
+        assert calls == ["flashqsa"] * len(ours)
+        assert type(model).create_masks_for_generate is theirs
+
+
 def test_deepcopy_of_an_enabled_model_is_a_model_of_its_own(model: Any, prompt: torch.Tensor, watch: Any) -> None:
     hf.enable(model)
     before = _logits(model, prompt)

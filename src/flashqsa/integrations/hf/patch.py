@@ -181,8 +181,6 @@ def _enable_classes(modeling: Any) -> None:
     """Replace the attention's forward; our mask is asked for while the text model runs, and when `generate` plans."""
     if _class_attributes:
         return
-    from transformers.masking_utils import create_masks_for_generate
-
     model_class = modeling.Qwen4ExpTextModel
     model_forward = model_class.forward
 
@@ -191,17 +189,34 @@ def _enable_classes(modeling: Any) -> None:
         with _our_mask(self.config):
             return model_forward(self, *args, **kwargs)
 
-    def create_our_masks_for_generate(config: Any, *args: Any, **kwargs: Any) -> Any:
-        with _our_mask(config.get_text_config()):
-            return create_masks_for_generate(config, *args, **kwargs)
+    _replace(modeling.Qwen4ExpTextAttention, "forward", attention_forward)
+    _replace(model_class, "forward", forward_with_our_mask)
+    for name in ("Qwen4ExpPreTrainedModel", "Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"):
+        _replace_mask_planning(getattr(modeling, name))
 
-    for owner, name, value in (
-        (modeling.Qwen4ExpTextAttention, "forward", attention_forward),
-        (model_class, "forward", forward_with_our_mask),
-        (modeling.Qwen4ExpPreTrainedModel, "create_masks_for_generate", staticmethod(create_our_masks_for_generate)),
-    ):
-        _class_attributes[owner, name] = vars(owner).get(name)
-        setattr(owner, name, value)
+
+def _replace(owner: type, name: str, value: Any) -> None:
+    _class_attributes[owner, name] = vars(owner).get(name)
+    setattr(owner, name, value)
+
+
+def _replace_mask_planning(owner: type) -> None:
+    """`generate` calls it for static caches; some versions have one of their own in the classes that generate."""
+    from transformers import masking_utils
+
+    name = "create_masks_for_generate"
+    if name in vars(owner):
+        theirs = getattr(owner, name)
+    elif any(name in vars(base) for base in owner.__mro__):
+        return  # replaced where it is
+    else:
+        theirs = masking_utils.create_masks_for_generate
+
+    def with_our_mask(config: Any, *args: Any, **kwargs: Any) -> Any:
+        with _our_mask(config.get_text_config()):
+            return theirs(config, *args, **kwargs)
+
+    _replace(owner, name, staticmethod(with_our_mask))
 
 
 @contextmanager
