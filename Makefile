@@ -36,8 +36,12 @@ lint: $(INSTALLED) ## Lint and type-check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Kernels run in Triton's interpreter, which takes a process of its own: the variable is read when Triton is imported.
 pytest: $(INSTALLED) ## Run the tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+ifeq ($(strip $(PYTEST_ARGS)),)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(PYTEST_WORKERS) tests/kernels
+endif
 
 format: $(INSTALLED) ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .

@@ -15,6 +15,9 @@ import triton.language as tl
 
 from flashqsa.checks import FP8
 
+MOST_COLUMNS = 64
+"""Heads times rows of a tile at most: more of them leave the registers."""
+
 
 @triton.jit
 def _score_blocks_kernel(
@@ -111,7 +114,8 @@ def score_blocks_triton(index_q, cache, plan, scores, first_row, least_blocks, *
     Only visible blocks of rows that see more than `least_blocks` blocks are written.
     """
     keys = cache.block_keys
-    rows_a_tile = 16
+    heads = triton.next_power_of_2(index_q.shape[1])
+    rows_a_tile = max(1, min(16, MOST_COLUMNS // heads))
     row_tiles = max(1, -(-plan.max_query_len // rows_a_tile))
     work = plan.num_requests * row_tiles
     if work == 0 or scores.shape[0] == 0:
@@ -128,7 +132,7 @@ def score_blocks_triton(index_q, cache, plan, scores, first_row, least_blocks, *
         keys.shape[0], min(plan.num_rows, first_row + scores.shape[0]), first_row, least_blocks,
         index_q.stride(0), index_q.stride(1), keys.stride(0), keys.stride(1),
         plan.page_table.stride(0) if paged else 0, scores.stride(0), chunks,
-        HEADS=index_q.shape[1], PADDED_HEADS=triton.next_power_of_2(index_q.shape[1]), DIM=index_q.shape[2],
+        HEADS=index_q.shape[1], PADDED_HEADS=heads, DIM=index_q.shape[2],
         BLOCK_D=max(16, triton.next_power_of_2(index_q.shape[2])), PAGE_BLOCKS=keys.shape[1], PAGED=paged,
         ROWS=rows_a_tile, BLOCK_M=config.block_m, ROW_TILES=row_tiles, ONE_ROW=plan.max_query_len == 1,
         DTYPE=dtype,

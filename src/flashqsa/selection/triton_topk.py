@@ -149,6 +149,7 @@ def top_blocks_triton(scores, plan, first_row, out, *, scored_all):
             0 if to_scores is None else to_scores.stride(0), topk, CHUNKS=lists, CHUNK_BLOCKS=chunk_blocks, PARTS=parts,
             PART_BLOCKS=part_blocks, WITH_SCORES=to_scores is not None, SCORED_ALL=scored_all, LAST=last, TOPK=topk,
             BLOCK=block, BLOCK_K=triton.next_power_of_2(topk), num_warps=max(4, min(16, block // 512)),
+            enable_fp_fusion=False,
         )  # fmt: skip
         if last:
             return

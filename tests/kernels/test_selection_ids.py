@@ -1,0 +1,146 @@
+"""The top-K kernel: exact ids on given scores, on ties, plateaus, NaN and infinities, in one pass and in several."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flashqsa.selection import select_blocks, triton_topk
+from flashqsa.testing import assert_bitwise_equal, assert_same_selection, oracles, stream
+
+
+@pytest.fixture(params=[1, 2, 3], ids=["1 pass", "2 passes", "3 passes"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Chunks so short that a row of 300 scores and K = 16 takes so many passes."""
+    wanted = int(request.param)
+    first, chunk = {1: (4096, 16384), 2: (64, 128), 3: (64, 64)}[wanted]
+    monkeypatch.setattr(triton_topk, "FIRST_CHUNK", first)
+    monkeypatch.setattr(triton_topk, "CHUNK", chunk)
+    width, lists, count = 300, -(-300 // triton_topk.first_chunk(300, 16)), 1
+    while lists > 1:
+        lists = -(-lists // min(chunk // 16, lists))
+        count += 1
+    assert (width, count) == (300, wanted)
+    return wanted
+
+
+def _plateaus() -> dict[str, list[float]]:
+    noise = torch.rand(300, generator=stream(1)).tolist()
+    mixed = [1.0 if g % 3 else 2.0 for g in range(300)]
+    special = list(noise)
+    for g in range(0, 300, 7):
+        special[g] = math.nan
+    for g in range(3, 300, 50):
+        special[g] = math.inf
+    few = [math.nan] * 300
+    few[250], few[40], few[299] = 0.0, 2.0**-126, 3.0
+    return {
+        "distinct": noise,
+        "rising": [float(g) for g in range(300)],
+        "falling": [float(300 - g) for g in range(300)],
+        "equal": [1.0] * 300,
+        "zeros": [0.0] * 300,
+        "signed zeros": [0.0 if g % 2 else -0.0 for g in range(300)],
+        "two plateaus": mixed,
+        "few positive": [1.0 + g if g % 31 == 0 else 0.0 for g in range(300)],
+        "one bin": [1.0 + 2.0**-11 * noise[g] for g in range(300)],
+        "tied integers": [float(int(8 * x)) for x in noise],
+        "subnormal": [g * 1.4e-45 for g in range(300)],
+        "huge": [1.5e38 * x for x in noise],
+        "all infinite": [math.inf] * 300,
+        "all NaN": [math.nan] * 300,
+        "mostly NaN": few,
+        "NaN and infinite": special,
+        "exactly K above zero": [2.0 if g % 20 == 5 else 0.0 for g in range(300)],
+    }
+
+
+@pytest.mark.parametrize("name", _plateaus())
+def test_fault_2_ids_of_given_scores(name: str, passes: int, scored_rows: Any, select: Any) -> None:
+    """The kernel against the oracle, then against the definition; three rows see as many blocks and score in steps."""
+    scores = _plateaus()[name]
+    inputs = scored_rows(scores, seed=2, rows=2)
+    selection = select(inputs, return_scores=True)
+    best = oracles.select_best(scores, 16)
+    assert_same_selection(selection, [best, best])
+    wanted = torch.tensor([[scores[g] for g in best]] * 2, device=selection.scores.device)
+    wanted[1] *= 2.0
+    if name != "subnormal":  # a device may flush them in the product
+        assert torch.equal(selection.scores.nan_to_num(nan=-1.0), wanted.nan_to_num(nan=-1.0))
+    defined = select_blocks(inputs.index_q, inputs.cache, inputs.plan, backend="reference")
+    assert_bitwise_equal(selection.block_ids, defined.block_ids, "against the definition")
+
+
+@pytest.mark.parametrize("topk_blocks", [1, 3, 5, 16, 100, 255, 299, 300, 301, 512])
+def test_budgets_that_are_no_power_of_two(topk_blocks: int, scored_rows: Any, select: Any) -> None:
+    scores = [float(int(20 * x)) for x in torch.rand(300, generator=stream(3)).tolist()]
+    for return_scores in (False, True):
+        selection = select(scored_rows(scores, seed=3, topk_blocks=topk_blocks), return_scores=return_scores)
+        assert_same_selection(selection, [oracles.select_best(scores, topk_blocks)])
+
+
+@pytest.mark.parametrize("topk_blocks", [7, 48, 64])
+def test_several_passes_of_odd_budgets(
+    topk_blocks: int, scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists shorter than K at the end, and lists that do not fill a chunk."""
+    monkeypatch.setattr(triton_topk, "FIRST_CHUNK", 64)
+    monkeypatch.setattr(triton_topk, "CHUNK", 128)
+    for blocks in (65, 129, 300, 511):
+        scores = [float(int(20 * x)) for x in torch.rand(blocks, generator=stream(4, blocks)).tolist()]
+        for return_scores in (False, True):
+            inputs = scored_rows(scores, seed=4, topk_blocks=topk_blocks, max_blocks=600)
+            selection = select(inputs, return_scores=return_scores)
+            assert_same_selection(selection, [oracles.select_best(scores, topk_blocks)])
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "wanted"),
+    [
+        ("equal", 1024, list(range(512))),
+        ("signed zeros", 1024, list(range(512))),
+        ("300 at 2.0", 1024, None),
+        ("100 positive", 2000, None),
+    ],
+)
+def test_fault_2_ties_at_the_released_budget(
+    name: str, blocks: int, wanted: list[int] | None, scored_rows: Any, select: Any
+) -> None:
+    g = torch.arange(blocks)
+    scores = {
+        "equal": torch.ones(blocks),
+        "signed zeros": torch.where(g % 2 == 0, -0.0, 0.0),
+        "300 at 2.0": torch.where((g * 7) % 1024 < 300, 2.0, 1.0),
+        "100 positive": torch.where(g % 20 == 3, 1.0 + g, torch.zeros(blocks)),
+    }[name]
+    selection = select(scored_rows(scores, seed=5, topk_blocks=512))
+    best = oracles.select_best(scores, 512)
+    assert wanted is None or best == wanted
+    assert_same_selection(selection, [best])
+
+
+@pytest.mark.parametrize("blocks", [16383, 16384, 16385, 30938])
+@pytest.mark.parametrize("kind", ["noise", "one step"])
+def test_fault_3_rows_packed_in_one_bin(blocks: int, kind: str, scored_rows: Any, select: Any) -> None:
+    """No candidate buffer to overflow: one chunk, one chunk and a bit, two of them, all scores nearly equal."""
+    noise = torch.rand(blocks, generator=stream(6, blocks))
+    scores = 1.0 + (1e-3 * noise if kind == "noise" else 2.0**-11 * (noise > 0.97))
+    selection = select(scored_rows(scores, seed=6, topk_blocks=512))
+    best = scores.sort(descending=True, stable=True).indices[:512].sort().values
+    assert selection.block_ids[0].tolist() == best.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [65504, 70000, 262144])
+def test_fault_3_long_rows(blocks: int, scored_rows: Any, select: Any) -> None:
+    for scores in (
+        1.0 + 1e-3 * torch.rand(blocks, generator=stream(7, blocks)),
+        torch.randn(blocks, generator=stream(8, blocks)).clamp(min=0.0),
+        (3 * torch.randn(blocks, generator=stream(9, blocks))).round().abs(),
+    ):
+        selection = select(scored_rows(scores, seed=7, topk_blocks=512, rows=2))
+        best = scores.sort(descending=True, stable=True).indices[:512].sort().values.tolist()
+        assert selection.block_ids.tolist() == [best, best]
