@@ -207,7 +207,7 @@ class _StableTopK(TorchFunctionMode):
         values, indices = scores.sort(dim=0, descending=True, stable=True)
         more = values.shape[0] > count
         nothing = torch.zeros(2, dtype=torch.bool)
-        self.ends.append(_close_and_tied(values[0], values[count - 1], values[count]) if more else nothing)
+        self.ends.append(_close_and_tied(values[0], values[count - 1], values[count]).cpu() if more else nothing)
         return SimpleNamespace(values=values[:count], indices=indices[:count])
 
 
@@ -223,7 +223,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManage
         visible = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
         ends = torch.zeros(*visible.shape[:2], 2, dtype=torch.bool)
         if stable.ends:
-            ends[visible.sum(dim=-1) >= self.compress_ratio] = torch.stack(stable.ends)
+            ends[visible.sum(dim=-1).cpu() >= self.compress_ratio] = torch.stack(stable.ends)
         for records in listening:
             records.append(Selected(self.layer_idx, chosen[:, 0] & visible, *ends.unbind(-1)))
         return chosen
