@@ -99,7 +99,7 @@ def test_allocations_counts_what_is_alive_at_once() -> None:
 @pytest.mark.parametrize("row_exact", [False, True])
 def test_fault_43_short_steps_need_the_same_at_any_context(rows: int, row_exact: bool) -> None:
     peaks = []
-    for context in (4096, 32768, 262144):
+    for context in (16384, 65536, 262144):
         long = Long(context, rows, 64)
         peaks.append(
             _measured(lambda s=long: attend(s.q, s.cache, s.selection, s.plan, row_exact=row_exact)).peak  # type: ignore[misc]

@@ -35,8 +35,8 @@ class _SparseAttention(torch.autograd.Function):
         attend_rows_torch(q, k_pages, v_pages, step, out, lse)
         # Integers too: whoever rewrites caches, plan or selection before the backward pass gets an error from torch.
         tokens, plan = step.tokens, step.plan
-        integers = (tokens.unit_ids, tokens.unit_counts, plan.positions, plan.page_table, plan.first_slots)
-        ctx.save_for_backward(q, k_pages, v_pages, out, lse, *integers)
+        lists = (tokens.unit_ids, tokens.unit_counts, tokens.visible_units, tokens.positions)
+        ctx.save_for_backward(q, k_pages, v_pages, out, lse, *lists, plan.page_table, plan.first_slots)
         ctx.step = step
         ctx.set_materialize_grads(False)
         return out, lse
@@ -89,14 +89,15 @@ class _GradientSums:
             out_grad = out_grad * self.step.v_scale
         base = lse.masked_fill(lse == -torch.inf, 0)
         row_sums = torch.zeros_like(queries)
+        key_places, value_places = self.keys.places(slots), self.values.places(slots)
         for piece in pieces(slots.shape[0]):
-            places, keys = slots[piece], self.keys.read(slots[piece])
+            keys, values = self.keys.read(key_places[:, piece]), self.values.read(value_places[:, piece])
             weights = piece_scores(queries, keys, tile.mask, piece).sub_(base).exp_()
             if self.values_sum is not None:
-                self.values_sum.index_add_(1, places, torch.bmm(weights.transpose(1, 2), out_grad))
-            score_grad = torch.bmm(out_grad, self.values.read(places).transpose(1, 2)).add_(shift).mul_(weights)
+                self.values_sum.index_add_(1, slots[piece], torch.bmm(weights.transpose(1, 2), out_grad))
+            score_grad = torch.bmm(out_grad, values.transpose(1, 2)).add_(shift).mul_(weights)
             if self.keys_sum is not None:
-                self.keys_sum.index_add_(1, places, torch.bmm(score_grad.transpose(1, 2), queries))
+                self.keys_sum.index_add_(1, slots[piece], torch.bmm(score_grad.transpose(1, 2), queries))
             row_sums.baddbmm_(score_grad, keys)
         if self.queries_sum is not None:
             self.queries_sum[tile.rows] = by_row(row_sums, tile)

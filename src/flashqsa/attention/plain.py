@@ -81,10 +81,11 @@ def attend_rows_torch(
     """
     keys, values = (SlotReader(pages, wide_dtype(q)) for pages in (k_pages, v_pages))
     with torch.no_grad(), exact_products(q.device):
-        padding = (step.plan.request_ids < 0).nonzero().flatten()
-        out.index_fill_(0, padding, 0)
-        lse.index_fill_(0, padding, -torch.inf)
+        _clear(out, lse, step.plan.request_ids < 0)
         for tile, slots in step.tiles(q.shape[1] // keys.heads):
+            if not slots.shape[0]:
+                _clear(out, lse, tile.rows)
+                continue
             queries = scaled_queries(q[tile.rows], keys.heads, step)
             heads_out, heads_lse = _attend_tile(queries, keys, values, tile.mask, slots)
             if step.v_scale is not None:
@@ -95,31 +96,43 @@ def attend_rows_torch(
             lse[tile.rows] = rows_lse
 
 
+def _clear(out: torch.Tensor, lse: torch.Tensor, rows: slice | torch.Tensor) -> None:
+    """What rows without a token give."""
+    out[rows] = 0
+    lse[rows] = -torch.inf
+
+
 def _attend_tile(
     queries: torch.Tensor, keys: SlotReader, values: SlotReader, mask: torch.Tensor | None, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [Hkv, n * G, D] and lse [Hkv, n * G] of one tile; online softmax, one piece of the tokens at a time."""
     top = torch.full(queries.shape[:2], -torch.inf, dtype=queries.dtype, device=queries.device)
     total, out = torch.zeros_like(top), torch.zeros_like(queries)
+    key_places, value_places = keys.places(slots), values.places(slots)
     for piece in pieces(slots.shape[0]):
-        scores = piece_scores(queries, keys.read(slots[piece]), mask, piece)
+        scores = piece_scores(queries, keys.read(key_places[:, piece]), mask, piece)
         higher = torch.maximum(top, scores.amax(dim=-1))
-        base = higher.masked_fill(higher == -torch.inf, 0)  # nothing seen yet: exp(-inf - 0) is 0, not NaN
+        # A row that has seen nothing yet has no maximum: exp(-inf - 0) is 0, not NaN.
+        base = higher if mask is None else higher.masked_fill(higher == -torch.inf, 0)
         weights = scores.sub_(base[..., None]).exp_()
-        keep = torch.exp(top - base)
-        total = total * keep + weights.sum(dim=-1)
-        rows = values.read(slots[piece])
+        keep = top.sub_(base).exp_()
+        total.mul_(keep).add_(weights.sum(dim=-1))
         out.mul_(keep[..., None])
+        rows = values.read(value_places[:, piece])
         for start in range(0, rows.shape[1], SUM_TOKENS):
             part = slice(start, start + SUM_TOKENS)
             out.add_(torch.bmm(weights[..., part], rows[:, part]))
         top = higher
+    return _normalized(out, total, mask), top.add_(total.log_())
+
+
+def _normalized(out: torch.Tensor, total: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Weighted sums [Hkv, n * G, D] over their weights, in place; 0 in rows without a token."""
     out.div_(total[..., None])
     if mask is None:
-        empty = torch.full_like(total, not slots.shape[0], dtype=torch.bool)
-    else:
-        empty = (~mask.any(dim=1)).repeat_interleave(queries.shape[1] // mask.shape[0])
-    return out.masked_fill_(empty[..., None], 0), top + torch.log(total)
+        return out
+    empty = (~mask.any(dim=1)).repeat_interleave(total.shape[1] // mask.shape[0])
+    return out.masked_fill_(empty[:, None], 0)
 
 
 def pieces(tokens: int) -> Iterator[slice]:

@@ -35,11 +35,15 @@ class SlotReader:
         self.flat = raw.as_strided((last + 1 if raw.numel() else 0, raw.shape[3]), (unit, 1))
         self.head_offsets = head_units * torch.arange(self.heads, device=pages.device)[:, None]
 
-    def read(self, slot_ids: torch.Tensor) -> torch.Tensor:
-        """[heads, N, D] contiguous rows of N slots (int64, all valid)."""
-        places = slot_ids // self.page_rows * self.page_units + slot_ids % self.page_rows * self.row_units
-        rows = self.flat.index_select(0, (self.head_offsets + places).flatten())
-        return self._widened(rows).view(self.heads, slot_ids.shape[0], rows.shape[1])
+    def places(self, slot_ids: torch.Tensor) -> torch.Tensor:
+        """[heads, N] where to read N slots (int64, all valid)."""
+        pages, rows = slot_ids // self.page_rows, slot_ids % self.page_rows
+        return (pages * self.page_units).add_(rows, alpha=self.row_units) + self.head_offsets
+
+    def read(self, places: torch.Tensor) -> torch.Tensor:
+        """[heads, N, D] contiguous rows of some places."""
+        rows = self.flat.index_select(0, places.flatten())
+        return self._widened(rows).view(*places.shape, rows.shape[1])
 
     def _widened(self, rows: torch.Tensor) -> torch.Tensor:
         if not self.is_fp8:

@@ -18,7 +18,7 @@ TILE_ROWS = 64
 """Rows of a tile. Chunks that are cut at multiples of it give the same bits as one long prefill."""
 
 SPLITS = (64, 16, 4, 1)
-GATHER_COST = 32
+GATHER_COST = 16
 """Gathering a token costs about as much as attending it with this many query heads."""
 TILE_COST = 16384
 """What a tile costs however small it is, in tokens attended with one query head."""
@@ -59,6 +59,9 @@ def union_tiles(tokens: RowTokens, first_row: int, first_position: int, query_gr
         unit_ids, marks = _mark_units(part)
         height = _cheapest_height(marks, (first_position + start) % TILE_ROWS, tokens.unit_tokens, query_group)
         for low, high in _cuts(first_position, start, end, height):
+            if height == 1:
+                yield row_tile(part, low - start, first_row + start)
+                continue
             rows = slice(low - start, high - start)
             yield _tile(part.rows(rows.start, rows.stop), unit_ids, marks[rows], first_row + low)
 

@@ -19,16 +19,17 @@ def check_selection_values(where: str, selection: Selection, plan: StepPlan) -> 
     ids, counts, visible = selection.block_ids, selection.block_counts, selection.visible_blocks
     topk = ids.shape[1]
     seen = (plan.positions + 1) // plan.block_tokens
-    _refuse(
-        where, live & ((visible < 0) | (visible > seen)), "visible_blocks",
-        "at most the complete blocks of the row", visible,
-    )  # fmt: skip
-    _refuse(where, live & ((counts < 0) | (counts > topk)), "block_counts", f"in [0, {topk}]", counts)
     valid = live[:, None] & (torch.arange(topk, device=ids.device)[None] < counts[:, None])
-    outside = valid & ((ids < 0) | (ids >= visible[:, None]))
-    _refuse(where, outside.any(dim=1), "block_ids", "in [0, visible_blocks) up to the count", ids)
-    falls = valid[:, 1:] & (ids[:, 1:] <= ids[:, :-1])
-    _refuse(where, falls.any(dim=1), "block_ids", "ascending and unique in a row", ids)
+    later = live & ((visible < 0) | (visible > seen))
+    miscounted = live & ((counts < 0) | (counts > topk))
+    outside = (valid & ((ids < 0) | (ids >= visible[:, None]))).any(dim=1)
+    falling = (valid[:, 1:] & (ids[:, 1:] <= ids[:, :-1])).any(dim=1)
+    if not bool((later | miscounted | outside | falling).any()):
+        return
+    _refuse(where, later, "visible_blocks", "at most the complete blocks of the row", visible)
+    _refuse(where, miscounted, "block_counts", f"in [0, {topk}]", counts)
+    _refuse(where, outside, "block_ids", "in [0, visible_blocks) up to the count", ids)
+    _refuse(where, falling, "block_ids", "ascending and unique in a row", ids)
 
 
 def _refuse(where: str, bad: torch.Tensor, name: str, rule: str, values: torch.Tensor) -> None:
