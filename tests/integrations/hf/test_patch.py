@@ -296,6 +296,7 @@ def test_enable_again_after_the_implementation_was_changed(model: Any, prompt: t
     assert model.config._attn_implementation == "eager", "what the user chose last stays"
 
 
+@pytest.mark.slow
 def test_compile_keeps_the_rest_of_the_model_in_graphs(make_model: Any, qsa_case: Any, prompt: torch.Tensor) -> None:
     """The QSA layer is a gap between graphs: its loops and plans are not traced piece by piece."""
     traced: list[str] = []
