@@ -209,6 +209,12 @@ def test_from_checkpoint_names_what_is_missing(refuses, tmp_path: Path, missing:
         QSAConfig.from_checkpoint(path)
 
 
+def test_from_checkpoint_says_when_the_file_cannot_be_read(refuses, tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("config.json")  # a loop: the system refuses, whoever asks
+    with refuses(ConfigError, "from_checkpoint", "must be readable", "Check its permissions."):
+        QSAConfig.from_checkpoint(tmp_path)
+
+
 def test_from_checkpoint_refuses_the_file_instead_of_its_folder(refuses, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     with refuses(ConfigError, "from_checkpoint", "Pass the checkpoint's folder."):

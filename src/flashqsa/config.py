@@ -129,7 +129,7 @@ class QSAConfig:
         """From a checkpoint folder that holds a `config.json`.
 
         Raises:
-            ConfigError: The folder or file is missing or is not JSON, or as in `from_dict`.
+            ConfigError: The folder or file is missing, cannot be read or is not JSON, or as in `from_dict`.
         """
         file = Path(path) / "config.json"
         try:
@@ -138,6 +138,10 @@ class QSAConfig:
             raise ConfigError(
                 f"from_checkpoint: path must hold a config.json, got {path}. Pass the checkpoint's folder."
             ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"from_checkpoint: {file} must be readable, got {error.strerror}. Check its permissions."
+            ) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"from_checkpoint: {file} must be JSON, got {error}. Fetch the file again.") from error
         if not isinstance(values, dict):
