@@ -91,6 +91,28 @@ def test_fault_45_selections_that_break_a_rule(step: Step, refused: Refusal, cho
     attend(step.q, step.cache, good, step.plan, gate=step.gate, backend=refused.backend)
 
 
+def test_fault_45_unchecked_ids_read_the_request_at_worst(
+    step: Step, choose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where values are not looked at, as on a GPU: no read outside the request, other requests as ever."""
+    good = choose(step)
+    wanted = attend(step.q, step.cache, good, step.plan, gate=step.gate, backend="torch")
+    for module in ("api", "plain"):
+        monkeypatch.setattr(f"flashqsa.attention.{module}.values_are_checked", lambda device: False)
+    others = torch.arange(step.num_rows) != 9
+    for value in (-1, -5, 17, 100, 2**31 - 1, -(2**31)):
+        for columns in (3, slice(None)):
+            bad = _ids(good, 9, columns, value)
+            for row_exact in (False, True):
+                out = attend(step.q, step.cache, bad, step.plan, gate=step.gate, row_exact=row_exact, backend="torch")
+                assert bool(torch.isfinite(out).all()), value
+                assert row_exact or torch.equal(out[others], wanted[others])
+    token_ids = expand_tokens(good, step.plan)
+    token_ids[9, 2:5] = torch.tensor([-7, 2**31 - 1, 5], dtype=torch.int32)
+    out = attend_tokens(step.q, step.cache, token_ids, step.plan, backend="torch")
+    assert bool(torch.isfinite(out).all())
+
+
 def test_fault_45_rows_of_padding_may_hold_anything(step: Step, backend: str, choose: Any) -> None:
     good = choose(step)
     wanted = attend(step.q, step.cache, good, step.plan, gate=step.gate, backend=backend)

@@ -12,6 +12,7 @@ from flashqsa.attention.gating import gate_output
 from flashqsa.attention.slots import SlotReader
 from flashqsa.attention.tiles import Tile, row_tile, union_tiles
 from flashqsa.attention.tokens import RowTokens
+from flashqsa.checks import values_are_checked
 from flashqsa.matmul import exact_fp32_matmul
 from flashqsa.plan import StepPlan
 
@@ -47,6 +48,7 @@ class StepRows:
 
         A request with one row, and every row with `row_exact`, is attended alone: a function of the row and its tokens.
         """
+        checked = values_are_checked(self.plan.device)
         for group in self.plan.row_groups():
             tokens = self.tokens.rows(group.first_row, group.end_row)
             tiles: Iterable[Tile]
@@ -55,7 +57,10 @@ class StepRows:
             else:
                 tiles = union_tiles(tokens, group.first_row, group.first_position, query_group)
             for tile in tiles:
-                yield tile, self.plan.token_slots(group.request_id, tile.token_ids)
+                token_ids = tile.token_ids
+                if not checked:  # whatever a caller selected: only the request's own tokens are read
+                    token_ids = token_ids.clamp(0, group.end_position - 1)
+                yield tile, self.plan.token_slots(group.request_id, token_ids)
 
 
 def attend_rows_torch(
