@@ -22,7 +22,7 @@ from benchmarks.single_layer import SHAPES, STEP_CORRELATION, SingleLayer, Work,
 from benchmarks.timing import Ceilings, Prepared, Timing, interleave, measure_ceilings
 
 NAME = "hf-layer-cpu"
-RESULTS = ROOT / "benchmarks" / "results" / f"{NAME}.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "hf_layer_cpu.jsonl"
 ENGINES = ("transformers", "flashqsa")
 LEAST_SPEEDUP = {"layer": (1.3, 0), "preparation + selection": (8.0, 4096)}
 """Target speed-up by measure, and the tokens from which it is asked for."""
