@@ -187,6 +187,6 @@ def test_prepare_never_falls_back_from_a_named_backend() -> None:
     before = snapshot(inputs_of(step))
     with pytest.raises(ArgumentError, match="prepare: backend must be one of"):
         prepare(**inputs_of(step), backend="cuda")
-    with pytest.raises(UnsupportedError, match="prepare: backend .*'triton'"):
+    with pytest.raises(UnsupportedError, match=r"prepare: backend .*'triton'"):
         prepare(**inputs_of(step), backend="triton")
     assert_unchanged(before)

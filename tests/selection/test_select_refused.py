@@ -133,6 +133,6 @@ def test_select_blocks_never_falls_back_from_a_named_backend(step: Step, out: Se
     before = snapshot(out)
     with pytest.raises(ArgumentError, match="select_blocks: backend must be one of"):
         select_blocks(step.index_q, step.cache, step.plan, out=out, backend="numpy")
-    with pytest.raises(UnsupportedError, match="select_blocks: backend .*'triton'"):
+    with pytest.raises(UnsupportedError, match=r"select_blocks: backend .*'triton'"):
         select_blocks(step.index_q, step.cache, step.plan, out=out, backend="triton")
     assert_unchanged(before)

@@ -284,12 +284,12 @@ class RowsKernelConfig:
     merge_d: int = 256
 
     @classmethod
-    def choose(cls, programs, segments, multiprocessors, wide):
+    def choose(cls, programs, segments, multiprocessors, wide, block_d=256):
         """As many programs as fill the device a few times, as few as keep each one streaming."""
         share = 1
         while share < segments and programs * -(-segments // share) > 3 * multiprocessors:
             share *= 2
-        return cls(share, block_n=32, stages=1) if wide else cls(share)
+        return cls(share, block_n=16 if block_d > 128 else 32, stages=1) if wide else cls(share)
 
 
 def row_segments(list_tokens: int) -> int:
@@ -321,11 +321,11 @@ def attend_rows_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
     if programs == 0:
         return
     wide = cache.k_pages.dtype == torch.float32 or q.dtype == torch.float32
-    config = config or RowsKernelConfig.choose(programs, segments, multiprocessors(q.device), wide)
+    block_g = max(16, triton.next_power_of_2(q_heads // kv_heads))
+    block_d = max(16, triton.next_power_of_2(dim))  # products are at least so deep
+    config = config or RowsKernelConfig.choose(programs, segments, multiprocessors(q.device), wide, block_d)
     share = min(config.share, segments)
     parts = -(-segments // share)
-    block_g = max(16, triton.next_power_of_2(q_heads // kv_heads))
-    block_d = triton.next_power_of_2(dim)
     if parts > 1:
         partial = plan.scratch("attend.partial", (programs * segments * block_g * block_d,), torch.float32)
         state = plan.scratch("attend.state", (programs * segments * 2 * block_g,), torch.float32)

@@ -114,14 +114,15 @@ def score_blocks_triton(index_q, cache, plan, scores, first_row, least_blocks, *
     Only visible blocks of rows that see more than `least_blocks` blocks are written.
     """
     keys = cache.block_keys
+    dtype = product_dtype(index_q.dtype, keys.dtype)
+    wide = dtype == tl.float32
     heads = triton.next_power_of_2(index_q.shape[1])
-    rows_a_tile = max(1, min(16, MOST_COLUMNS // heads))
+    columns = 16 if wide and heads > 4 else MOST_COLUMNS
+    rows_a_tile = max(1, min(16, columns // heads))
     row_tiles = max(1, -(-plan.max_query_len // rows_a_tile))
     work = plan.num_requests * row_tiles
     if work == 0 or scores.shape[0] == 0:
         return
-    dtype = product_dtype(index_q.dtype, keys.dtype)
-    wide = dtype == tl.float32
     config = config or (ScoreKernelConfig(block_m=64, stages=1) if wide else ScoreKernelConfig())
     most_tiles = -(-scores.shape[1] // config.block_m)
     chunks = max(1, min(most_tiles, -(-config.waves * multiprocessors // work)))
