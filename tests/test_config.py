@@ -152,11 +152,27 @@ def test_from_dict_refuses_unknown_rope_types(refuses) -> None:
     [
         ({"indexer_budget": 66}, ("budget_tokens", "multiple of block_tokens", "66 and 4")),
         ({"num_attention_heads": 5}, ("q_heads", "multiple of kv_heads", "5 and 2")),
-        ({"num_key_value_heads": 0}, ("kv_heads", "positive", "got 0")),
-        ({"head_dim": -64}, ("head_dim", "positive", "got -64")),
-        ({"indexer_compress_ratio": 0}, ("block_tokens", "positive", "got 0")),
+        ({"num_key_value_heads": 0}, ("kv_heads", "whole number", "got 0")),
+        ({"head_dim": -64}, ("head_dim", "whole number", "got -64")),
+        ({"indexer_compress_ratio": 0}, ("block_tokens", "whole number", "got 0")),
         ({"indexer_budget": 64.0}, ("budget_tokens", "whole number", "got 64.0")),
         ({"indexer_budget": "64"}, ("budget_tokens", "whole number", "got '64'")),
+        ({"max_position_embeddings": 0}, ("max_positions", "whole number", "got 0")),
+        ({"hidden_size": True}, ("hidden_size", "whole number", "got True")),
+        ({"rms_norm_eps": float("nan")}, ("norm_eps must be a finite number of at least 0", "nan")),
+        ({"rms_norm_eps": -1e-6}, ("norm_eps", "-1e-06")),
+        ({"head_dim": "64"}, ("head_dim", "whole number", "got '64'")),
+        ({"num_hidden_layers": 3}, ("layer_types must have one entry for each of num_hidden_layers = 3", "got 4")),
+        ({"num_hidden_layers": "4"}, ("num_hidden_layers", "whole number", "'4'")),
+        ({"layer_types": "full_attention"}, ("layer_types must be a list", "'full_attention'")),
+        ({"layer_types": None, "full_attention_interval": 0}, ("full_attention_interval", "at least 1", "got 0")),
+        ({"rope_parameters": [1]}, ("rope_parameters must be a mapping", "list")),
+        ({"rope_parameters": {"rope_theta": "1e7"}}, ("rope_theta must be a finite number", "'1e7'")),
+        (
+            {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": "half"}},
+            ("partial_rotary_factor", "'half'"),
+        ),
+        ({"text_config": 5}, ("text_config must be a mapping", "int")),
         ({"head_dim": 62}, ("rotary_dim", "even", "got 15")),
         ({"indexer_head_dim": 8}, ("rotary_dim", "index_head_dim 8", "got 16")),
         ({"model_type": "qwen3_next"}, ("model_type", "'qwen3_next'")),
@@ -168,7 +184,13 @@ def test_from_dict_refuses_values_that_break_a_rule(refuses, overrides: dict[str
         QSAConfig.from_dict(tiny_config(**overrides))
 
 
-@pytest.mark.parametrize("section", [[4, 4], [4, 2, -2]])
+def test_from_dict_refuses_what_is_no_mapping(refuses) -> None:
+    for values in (None, [], "config"):
+        with refuses(ConfigError, "QSAConfig", "the config must be a mapping", type(values).__name__):
+            QSAConfig.from_dict(values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("section", [[4, 4], [4, 2, -2], [4, 2, 2.0]])
 def test_from_dict_refuses_sections_that_are_not_three_counts(refuses, section: list[int]) -> None:
     rope = tiny_config()["rope_parameters"] | {"mrope_section": section}
     with refuses(ConfigError, "QSAConfig", "mrope_section", str(section)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashqsa.config import QSAConfig
-from flashqsa.errors import ArgumentError, ConfigError, ShapeError
+from flashqsa.errors import ArgumentError, ConfigError, DTypeError, ShapeError
 from flashqsa.rope import FIXED_ROPE_TYPES, RopeTable, inverse_frequencies
 from flashqsa.testing import oracles, stream, tiny_config
 
@@ -179,11 +179,38 @@ def test_build_reads_the_older_key_of_the_type() -> None:
     assert torch.equal(*tables)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [
+        ({"rotary_dim": 8.0}, "rotary_dim must be a whole number"),
+        ({"rotary_dim": -8}, "rotary_dim"),
+        ({"num_positions": None}, "num_positions must be a whole number"),
+        ({"num_positions": -1}, "num_positions"),
+        ({"max_positions": 0}, "max_positions"),
+        ({"mrope_section": [4]}, "mrope_section must be three counts"),
+    ],
+    ids=str,
+)
+def test_build_refuses_sizes_that_are_none(refuses, sizes: dict[str, Any], part: str) -> None:
+    with refuses(ArgumentError, "RopeTable.build", part):
+        RopeTable.build({"rope_theta": 1e4}, **{"rotary_dim": 8, "num_positions": 4} | sizes)
+
+
+@pytest.mark.parametrize("theta", ["many", 0, -1.0, float("inf")], ids=repr)
+def test_build_refuses_parameters_that_are_no_numbers(refuses, theta: Any) -> None:
+    with refuses(ConfigError, "rope_parameters", "rope_theta must be a finite number above 0", repr(theta)):
+        RopeTable.build({"rope_theta": theta}, rotary_dim=8, num_positions=4)
+
+
 def test_rope_table_refuses_odd_widths_and_bad_sections(refuses) -> None:
     with refuses(ShapeError, "RopeTable", "cos_sin", "[8, 7]"):
         RopeTable(torch.zeros(8, 7))
     with refuses(ShapeError, "RopeTable", "cos_sin", "[2, 8, 8]"):
         RopeTable(torch.zeros(2, 8, 8))
+    with refuses(DTypeError, "RopeTable", "cos_sin must be a floating-point tensor", "int32"):
+        RopeTable(torch.zeros(8, 8, dtype=torch.int32))
+    with refuses(DTypeError, "RopeTable", "cos_sin", "list"):
+        RopeTable([[1.0, 0.0]])  # type: ignore[arg-type]
     with refuses(ArgumentError, "RopeTable", "mrope_section", "[2, 2]"):
         RopeTable(torch.zeros(8, 8), (2, 2))  # type: ignore[arg-type]
     with refuses(ArgumentError, "RopeTable", "mrope_section", "[2, 3, -1]"):

@@ -6,16 +6,19 @@ CPU, where reading them is free, and on other devices with ``FLASHQSA_DEBUG=1``.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
 
-from flashqsa.errors import DeviceError, DTypeError, ShapeError
+from flashqsa.errors import ArgumentError, DeviceError, DTypeError, FlashQSAError, ShapeError
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+CACHE_DTYPES = (*FLOAT_DTYPES, FP8)
 
 
 def values_are_checked(device: torch.device) -> bool:
@@ -78,4 +81,63 @@ def expect(
     if device is not None and tensor.device != device:
         raise DeviceError(
             f"{where}: {name} must be on {device} like the caches, got {tensor.device}. {hint or f'Move {name}.'}"
+        )
+
+
+def expect_int(
+    where: str,
+    name: str,
+    value: object,
+    *,
+    least: int | None = 0,
+    hint: str = "",
+    error: type[FlashQSAError] = ArgumentError,
+) -> None:
+    """Check one whole number; True and 2.0 are none.
+
+    Args:
+        where: Name of the calling function, first in the message.
+        name: Name of the argument.
+        value: The argument.
+        least: The smallest number allowed, None for any.
+        hint: What to do about it, the last sentence of the message.
+        error: What to raise.
+    """
+    whole = isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):  # type: ignore[operator]
+        rule = "" if least is None else f" of at least {least}"
+        raise error(f"{where}: {name} must be a whole number{rule}, got {value!r}. {hint or f'Pass {name} as an int.'}")
+
+
+def expect_number(
+    where: str,
+    name: str,
+    value: object,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    hint: str = "",
+    error: type[FlashQSAError] = ArgumentError,
+) -> None:
+    """Check one finite number, greater than `above` and at least `least`; other arguments as `expect_int`."""
+    real = isinstance(value, Real | torch.SymFloat) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or not value > above or not value >= least:  # type: ignore[operator, arg-type]
+        rule = "".join(
+            [f" above {above:g}" if above > -math.inf else "", f" of at least {least:g}" if least > -math.inf else ""]
+        )
+        raise error(
+            f"{where}: {name} must be a finite number{rule}, got {value!r}. {hint or f'Pass {name} as a float.'}"
+        )
+
+
+def expect_type(where: str, name: str, value: object, kind: type, *, hint: str = "") -> None:
+    """Check that an argument is one of this library's own objects.
+
+    Raises:
+        ArgumentError: It is something else.
+    """
+    if not isinstance(value, kind):
+        raise ArgumentError(
+            f"{where}: {name} must be a {kind.__name__}, got {type(value).__name__}. "
+            f"{hint or f'Pass the {kind.__name__}.'}"
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flashqsa.checks import expect_int, expect_number
 from flashqsa.errors import ConfigError
-from flashqsa.rope import check_rope_type
+from flashqsa.rope import check_mrope_section, check_rope_type
 
 QSA_LAYER_TYPES = (
     "full_attention",
@@ -41,6 +42,7 @@ POSITIVE_FIELDS = (
     "index_head_dim",
     "budget_tokens",
     "block_tokens",
+    "max_positions",
 )
 
 
@@ -83,12 +85,11 @@ class QSAConfig:
     qsa_layer_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        where, hint = "QSAConfig", "Check the checkpoint."
         for name in POSITIVE_FIELDS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value <= 0:
-                raise ConfigError(
-                    f"QSAConfig: {name} must be a positive whole number, got {value!r}. Check the checkpoint."
-                )
+            expect_int(where, name, getattr(self, name), least=1, hint=hint, error=ConfigError)
+        expect_int(where, "rotary_dim", self.rotary_dim, hint="Check partial_rotary_factor.", error=ConfigError)
+        expect_number(where, "norm_eps", self.norm_eps, least=0.0, hint=hint, error=ConfigError)
         if self.q_heads % self.kv_heads:
             raise ConfigError(
                 f"QSAConfig: q_heads must be a multiple of kv_heads, got {self.q_heads} and {self.kv_heads}. "
@@ -104,9 +105,11 @@ class QSAConfig:
                 f"QSAConfig: rotary_dim must be even and fit both heads (head_dim {self.head_dim}, index_head_dim "
                 f"{self.index_head_dim}), got {self.rotary_dim}. Check partial_rotary_factor."
             )
-        if self.mrope_section is not None and (len(self.mrope_section) != 3 or min(self.mrope_section) < 0):
+        if self.mrope_section is not None:
+            check_mrope_section(where, self.mrope_section, ConfigError)
+        if not isinstance(self.rope_parameters, Mapping):
             raise ConfigError(
-                f"QSAConfig: mrope_section must be three counts, got {list(self.mrope_section)}. Check rope_parameters."
+                f"{where}: rope_parameters must be a mapping, got {type(self.rope_parameters).__name__}. {hint}"
             )
         check_rope_type(self.rope_parameters.get("rope_type", "default"))
 
@@ -158,7 +161,9 @@ class QSAConfig:
             ConfigError: The model type is another one, a layer type is unknown, some indexer fields are missing, or
                 a value breaks a rule of `QSAConfig`.
         """
+        _expect_mapping("the config", values)
         text = values.get("text_config") or values
+        _expect_mapping("text_config", text)
         model_type = text.get("model_type", values.get("model_type", "qwen4_exp_text"))
         if not str(model_type).startswith("qwen4_exp"):
             raise ConfigError(
@@ -175,6 +180,10 @@ class QSAConfig:
             )
         rope = _rope_parameters(text)
         head_dim = _need(text, "head_dim")  # the model's default is no quotient of other fields
+        expect_int("QSAConfig", "head_dim", head_dim, least=1, hint="Check the checkpoint.", error=ConfigError)
+        share = rope["partial_rotary_factor"]
+        expect_number("QSAConfig", "partial_rotary_factor", share, least=0.0, hint="Give a share of head_dim.",
+                      error=ConfigError)  # fmt: skip
         section = rope.get("mrope_section") or DEFAULT_MROPE_SECTION
         return cls(
             hidden_size=_need(text, "hidden_size"),
@@ -185,13 +194,20 @@ class QSAConfig:
             index_head_dim=text["indexer_head_dim"],
             budget_tokens=text["indexer_budget"],
             block_tokens=text["indexer_compress_ratio"],
-            rotary_dim=int(head_dim * float(rope["partial_rotary_factor"])),
-            mrope_section=tuple(section),
+            rotary_dim=int(head_dim * share),
+            mrope_section=tuple(section) if isinstance(section, Sequence) else section,
             rope_parameters=rope,
             norm_eps=text.get("rms_norm_eps", 1e-6),
             max_positions=_need(text, "max_position_embeddings"),
             attention_bias=bool(text.get("attention_bias", False)),
             qsa_layer_ids=_qsa_layer_ids(text, layer_types),
+        )
+
+
+def _expect_mapping(name: str, values: Any) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"QSAConfig: {name} must be a mapping, got {type(values).__name__}. Pass the config as a dict."
         )
 
 
@@ -203,6 +219,10 @@ def _need(text: Mapping[str, Any], name: str) -> Any:
 
 def _check_layer_types(layer_types: list[str] | None) -> None:
     known = QSA_LAYER_TYPES + OTHER_LAYER_TYPES
+    if layer_types is not None and (isinstance(layer_types, str) or not isinstance(layer_types, Sequence)):
+        raise ConfigError(
+            f"QSAConfig: layer_types must be a list of names, got {layer_types!r}. Check the checkpoint's config.json."
+        )
     for name in layer_types or ():
         if name not in known:
             raise ConfigError(
@@ -230,6 +250,8 @@ def _indexer_is_configured(text: Mapping[str, Any]) -> bool:
 
 def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """Rope parameters with `partial_rotary_factor` and `rope_theta` from either place a config may keep them."""
+    for name in ("rope_parameters", "rope_scaling"):
+        _expect_mapping(name, text.get(name) or {})
     rope, scaling = (dict(text.get(name) or {}) for name in ("rope_parameters", "rope_scaling"))
     if rope and scaling and rope != scaling:
         raise ConfigError(
@@ -240,7 +262,10 @@ def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     rope.setdefault("rope_type", rope.pop("type", "default"))
     for name, default in (("partial_rotary_factor", 1.0), ("rope_theta", None)):
         outer = text.get(name)
-        if name in rope and outer is not None and float(outer) != float(rope[name]):
+        for value in (outer, rope.get(name)):
+            if value is not None:
+                expect_number("QSAConfig", name, value, hint="Check the checkpoint's config.json.", error=ConfigError)
+        if rope.get(name) is not None and outer is not None and float(outer) != float(rope[name]):
             raise ConfigError(
                 f"QSAConfig: {name} must be the same at top level and in rope_parameters, got {outer} and "
                 f"{rope[name]}. Keep one of them."
@@ -256,7 +281,20 @@ def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qsa_layer_ids(text: Mapping[str, Any], layer_types: list[str] | None) -> tuple[int, ...]:
+    layers = text.get("num_hidden_layers")
+    if layer_types is None:
+        layers = _need(text, "num_hidden_layers")
+    if layers is not None:
+        expect_int("QSAConfig", "num_hidden_layers", layers, least=1, hint="Check the checkpoint's config.json.",
+                   error=ConfigError)  # fmt: skip
     if layer_types is None:
         interval = text.get("full_attention_interval", 4)
-        return tuple(i for i in range(_need(text, "num_hidden_layers")) if (i + 1) % interval == 0)
+        expect_int("QSAConfig", "full_attention_interval", interval, least=1, hint="Every so many layers one is QSA.",
+                   error=ConfigError)  # fmt: skip
+        return tuple(i for i in range(int(layers)) if (i + 1) % interval == 0)
+    if layers is not None and len(layer_types) != layers:
+        raise ConfigError(
+            f"QSAConfig: layer_types must have one entry for each of num_hidden_layers = {layers}, got "
+            f"{len(layer_types)}. Check the checkpoint's config.json."
+        )
     return tuple(i for i, name in enumerate(layer_types) if name in QSA_LAYER_TYPES)

@@ -11,6 +11,7 @@ from flashqsa.attention import attend
 from flashqsa.cache import LayerCache
 from flashqsa.config import QSAConfig
 from flashqsa.plan import StepPlan
+from flashqsa.plan.selected import check_selection
 from flashqsa.preparation import NormWeights, prepare
 from flashqsa.results import Selection
 from flashqsa.rope import RopeTable
@@ -113,6 +114,8 @@ class QSAAttention(nn.Module):
         Raises:
             FlashQSAError: As `prepare`, `select_blocks` and `attend`.
         """
+        if selection is not None:  # before the caches are written
+            check_selection("QSAAttention", selection, plan, layer_id=cache.layer_id)
         q_gate = _heads(self.q_proj(hidden_states), 2 * self.head_dim)
         k = _heads(self.k_proj(hidden_states), self.head_dim)
         v = _heads(self.v_proj(hidden_states), self.head_dim)

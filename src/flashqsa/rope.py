@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from flashqsa.errors import ArgumentError, ConfigError, ShapeError
+from flashqsa.checks import expect_int, expect_number
+from flashqsa.errors import ArgumentError, ConfigError, DTypeError, FlashQSAError, ShapeError
 
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rope types whose table does not depend on the length of the sequence."""
@@ -33,16 +34,16 @@ class RopeTable:
     mrope_section: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.cos_sin, torch.Tensor) or not self.cos_sin.is_floating_point():
+            got = getattr(self.cos_sin, "dtype", type(self.cos_sin).__name__)
+            raise DTypeError(f"RopeTable: cos_sin must be a floating-point tensor, got {got}. Use RopeTable.build.")
         if self.cos_sin.dim() != 2 or self.cos_sin.shape[1] % 2:
             raise ShapeError(
                 f"RopeTable: cos_sin must be [positions, rotary_dim] with an even rotary_dim, got "
                 f"{list(self.cos_sin.shape)}. Put cosines and sines of the same frequencies side by side."
             )
-        if self.mrope_section is not None and (len(self.mrope_section) != 3 or min(self.mrope_section) < 0):
-            raise ArgumentError(
-                f"RopeTable: mrope_section must be three counts, got {list(self.mrope_section)}. "
-                "Use the sections of the checkpoint."
-            )
+        if self.mrope_section is not None:
+            check_mrope_section("RopeTable", self.mrope_section, ArgumentError)
 
     @property
     def rotary_dim(self) -> int:
@@ -99,13 +100,29 @@ class RopeTable:
             device: Device of the table.
 
         Raises:
-            ConfigError: An unknown rope type, or one whose table moves with the sequence length.
+            ConfigError: An unknown rope type, one whose table moves with the sequence length, or a parameter that is
+                missing or no number.
+            ArgumentError: A size or a section breaks a rule.
         """
+        where = "RopeTable.build"
+        expect_int(where, "rotary_dim", rotary_dim, hint="Use rotary_dim of the QSAConfig.")
+        expect_int(where, "num_positions", num_positions, hint="Count the positions that the table serves.")
+        if max_positions is not None:
+            expect_int(where, "max_positions", max_positions, least=1)
+        if mrope_section is not None:
+            check_mrope_section(where, mrope_section, ArgumentError)
         frequencies, scale = inverse_frequencies(parameters, rotary_dim=rotary_dim, max_positions=max_positions)
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None]
         table = torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1).to(device=device, dtype=dtype)
         sections = None if mrope_section is None else (mrope_section[0], mrope_section[1], mrope_section[2])
         return cls(table, sections)
+
+
+def check_mrope_section(where: str, section: Any, error: type[FlashQSAError]) -> None:
+    """Raise unless three whole numbers say how many frequencies each axis owns."""
+    counts = list(section) if isinstance(section, Sequence) and not isinstance(section, str) else [section]
+    if len(counts) != 3 or not all(type(count) is int and count >= 0 for count in counts):
+        raise error(f"{where}: mrope_section must be three counts, got {counts}. Use the sections of the checkpoint.")
 
 
 def check_rope_type(rope_type: str) -> None:
@@ -146,6 +163,8 @@ def _number(parameters: Mapping[str, Any], rope_type: str, name: str) -> float:
             f"rope_parameters: {name} must be set for rope_type {rope_type!r}, got none. "
             "Use the rope_parameters of the checkpoint."
         )
+    expect_number("rope_parameters", name, parameters[name], above=0.0, hint="Use the rope_parameters of the "
+                  "checkpoint.", error=ConfigError)  # fmt: skip
     return float(parameters[name])
 
 

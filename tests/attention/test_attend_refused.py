@@ -97,8 +97,8 @@ def test_fault_45_unchecked_ids_read_the_request_at_worst(
     """Where values are not looked at, as on a GPU: no read outside the request, other requests as ever."""
     good = choose(step)
     wanted = attend(step.q, step.cache, good, step.plan, gate=step.gate, backend="torch")
-    for module in ("api", "plain"):
-        monkeypatch.setattr(f"flashqsa.attention.{module}.values_are_checked", lambda device: False)
+    for module in ("attention.api", "attention.plain", "plan.selected"):
+        monkeypatch.setattr(f"flashqsa.{module}.values_are_checked", lambda device: False)
     others = torch.arange(step.num_rows) != 9
     for value in (-1, -5, 17, 100, 2**31 - 1, -(2**31)):
         for columns in (3, slice(None)):
@@ -207,6 +207,16 @@ def test_caches_of_another_plan(step: Step, refused: Refusal, choose: Any) -> No
         cache, k_pages=cache.k_pages[:2], v_pages=cache.v_pages[:2], block_keys=cache.block_keys[:2]
     )
     refused(ArgumentError, "attend", "num_pages", "2", chosen=choose(step), cache=fewer)
+
+
+def test_options_of_another_type(step: Step, refused: Refusal, choose: Any) -> None:
+    good = choose(step)
+    for scale in (float("nan"), float("inf"), "1.0", True):
+        refused(ArgumentError, "attend", "softmax_scale must be a finite number", repr(scale), chosen=good,
+                softmax_scale=scale)  # fmt: skip
+    refused(ArgumentError, "attend", "cache must be a LayerCache", "NoneType", chosen=good, cache=None)
+    refused(ArgumentError, "attend", "plan must be a StepPlan", "dict", chosen=good, plan={})
+    refused(ArgumentError, "attend", "selection must be a Selection", "list", chosen=[good.block_ids])
 
 
 def test_backends_that_are_not_there(step: Step, choose: Any) -> None:

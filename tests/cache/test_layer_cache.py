@@ -94,6 +94,16 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FlashQSAError], tuple[str, ...]]] 
     ),
     "scale a head": ({"k_scale": torch.ones(2)}, ShapeError, ("k_scale", "[2]", "per tensor")),
     "scale of float64": ({"v_scale": torch.ones(1).double()}, DTypeError, ("v_scale", "float32", "float64")),
+    **{
+        f"scale of {value!r}": (
+            {"k_scale": value},
+            ArgumentError,
+            ("k_scale must be a finite number above 0", repr(value)),
+        )
+        for value in (0.0, -1.0, float("nan"), float("inf"), True, "1.0")
+    },
+    "layer of 1.0": ({"layer_id": 1.0}, ArgumentError, ("layer_id must be a whole number", "1.0")),
+    "pages missing": ({"k_pages": None}, DTypeError, ("k_pages must be a torch.Tensor", "NoneType")),
     "scale elsewhere": ({"v_scale": torch.ones(1, device="meta")}, DeviceError, ("v_scale", "meta")),
 }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from flashqsa.cache import CacheLayout, ring_capacity
 from flashqsa.config import QSAConfig
-from flashqsa.errors import ArgumentError
+from flashqsa.errors import ArgumentError, DTypeError
 from flashqsa.testing import tiny_config
 
 
@@ -31,8 +33,31 @@ def test_ring_capacity_fault_9_no_rejected_draft_overwrites_the_open_block(draft
 
 @pytest.mark.parametrize(("block_tokens", "drafts"), [(0, 0), (-4, 2), (4, -1)])
 def test_ring_capacity_refuses(refuses, block_tokens: int, drafts: int) -> None:
-    with refuses(ArgumentError, "ring_capacity", "block_tokens", "speculative_rows", f"{block_tokens} and {drafts}"):
+    bad = ("speculative_rows", drafts) if drafts < 0 else ("block_tokens", block_tokens)
+    with refuses(ArgumentError, "ring_capacity", f"{bad[0]} must be a whole number", f"got {bad[1]}"):
         ring_capacity(block_tokens, drafts)
+
+
+@pytest.mark.parametrize(("block_tokens", "drafts"), [(4.5, 1), (4.0, 1), (True, 1), (4, 1.0), (4, None)])
+def test_ring_capacity_takes_whole_numbers_only(refuses, block_tokens: Any, drafts: Any) -> None:
+    with refuses(ArgumentError, "ring_capacity", "must be a whole number"):
+        ring_capacity(block_tokens, drafts)
+
+
+@pytest.mark.parametrize(
+    "name", ["page_tokens", "block_tokens", "kv_heads", "head_dim", "index_head_dim", "ring_tokens"]
+)
+@pytest.mark.parametrize("value", [16.0, True, None, "16"], ids=repr)
+def test_layout_takes_whole_numbers_only(refuses, name: str, value: Any) -> None:
+    sizes = {"page_tokens": 16, "block_tokens": 4, "kv_heads": 1, "head_dim": 16, "index_head_dim": 16}
+    with refuses(ArgumentError, "CacheLayout", f"{name} must be a whole number", f"got {value!r}"):
+        CacheLayout(**sizes | {"ring_tokens": 8, name: value})
+
+
+def test_layout_takes_dtypes_of_caches_only(refuses) -> None:
+    for name in ("kv_dtype", "index_dtype", "ring_dtype"):
+        with refuses(DTypeError, "CacheLayout", name, "torch.int32"):
+            CacheLayout(16, 4, 1, 16, 16, 8, **{name: torch.int32})
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from flashqsa import QSAAttention
-from flashqsa.errors import SelectionError
-from flashqsa.testing import assert_bitwise_equal, assert_within_budget, oracles
+from flashqsa.errors import ArgumentError, SelectionError, ShapeError
+from flashqsa.testing import assert_bitwise_equal, assert_unchanged, assert_within_budget, oracles, snapshot
 
 CONTEXT, DRAFTS = 200, 9
 
@@ -110,8 +111,30 @@ def test_fault_35_a_selection_of_another_layer_is_refused(
     last = selection.take(torch.tensor([96]))
     assert last.layer_id == 0
     piece = _piece(rows, "a", sequence, 97, 98)
-    with refuses(SelectionError, "attend", "layer 1", "layer 0"):
+    with refuses(SelectionError, "QSAAttention", "layer 1", "layer 0"):
         engine.step(layer, rope, [piece], layer_id=1, selection=last)
+
+
+@torch.no_grad()
+def test_a_selection_that_does_not_fit_leaves_the_caches_alone(
+    serving: Any, make_sequence: Any, rows: Any, refuses: Any
+) -> None:
+    """Of other rows, of another layer, of no row at all: refused before anything is written."""
+    layer, rope, engine = serving
+    sequence = make_sequence(98)
+    _, selection = engine.step(layer, rope, [_piece(rows, "a", sequence, 0, 97)], layer_id=0)
+    last = selection.take(torch.tensor([96]))
+    before = snapshot(engine.caches)
+    for wrong, error in (
+        (dataclasses.replace(last, layer_id=1), SelectionError),
+        (dataclasses.replace(last, block_ids=last.block_ids.flip(1)), SelectionError),
+        (selection, ShapeError),
+        (last.block_ids, ArgumentError),
+    ):
+        with refuses(error, "QSAAttention", "selection"):
+            engine.step(layer, rope, [_piece(rows, "a", sequence, 97, 98)], layer_id=0, selection=wrong)
+        engine.rollback("a", 97)
+        assert_unchanged(before)
 
 
 @torch.no_grad()
@@ -145,5 +168,5 @@ def test_reuse_refuses_a_row_that_saw_more(serving: Any, make_sequence: Any, row
     _, selection = engine.step(layer, rope, [_piece(rows, "a", sequence, 0, 120)])
     last = selection.take(torch.tensor([119]))
     engine.rollback("a", 60)
-    with refuses(SelectionError, "attend", "selection.visible_blocks"):
+    with refuses(SelectionError, "QSAAttention", "selection.visible_blocks"):
         engine.step(layer, rope, [_piece(rows, "a", sequence, 60, 61)], selection=last)

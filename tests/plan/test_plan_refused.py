@@ -119,8 +119,43 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FlashQSAError], tuple[str, ...]]] 
     "overlapping requests": (
         {"page_table": None, "first_slots": torch.tensor([20, 0, 100])},
         ArgumentError,
-        ("slot_ids", "got 39"),
+        ("first_slots must keep requests apart", "slots 0 to 39", "20 onwards for request 0"),
     ),
+    "overlapping block keys": (
+        {
+            "page_table": None,
+            "first_slots": torch.tensor([0, 20, 60]),
+            "first_block_slots": torch.tensor([9, 0, 30]),
+        },
+        ArgumentError,
+        ("first_block_slots must keep requests apart", "slots 0 to 9", "9 onwards for request 0"),
+    ),
+    "negative block slots": (
+        {
+            "page_table": None,
+            "first_slots": torch.tensor([0, 20, 60]),
+            "first_block_slots": torch.tensor([20, 0, -2]),
+        },
+        ArgumentError,
+        ("first_block_slots must not be negative", "-2 for request 2"),
+    ),
+    **{
+        f"{name} of {value!r}": ({name: value}, ArgumentError, (f"{name} must be a whole number", f"got {value!r}"))
+        for name, value in (
+            ("block_tokens", 4.0),
+            ("topk_blocks", 2.5),
+            ("topk_blocks", True),
+            ("max_query_len", "5"),
+            ("max_seq_len", None),
+            ("num_pages", 6.0),
+            ("num_pages", -1),
+            ("ring_tokens", 8.0),
+            ("speculative_rows", 1.5),
+            ("num_rows", 12.0),
+            ("page_tokens", 16.0),
+        )
+    },
+    "out is no plan": ({"out": {}}, ArgumentError, ("out must be a StepPlan", "dict")),
     "rings of int64": ({"ring_ids": torch.tensor([2, 0, 1])}, DTypeError, ("ring_ids", "int64")),
     "rings of other length": ({"ring_ids": int32(2, 0)}, ShapeError, ("ring_ids", "[3]", "[2]")),
     "ring shared": ({"ring_ids": int32(2, 0, 2)}, ArgumentError, ("ring_ids", "ring 2 for requests 0 and 2")),

@@ -80,7 +80,10 @@ REFUSED: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
         given(rope=lambda x: RopeTable(torch.ones(99, 22))), ShapeError, ("rope must rotate at most", "= 20", "got 22")
     ),
     "rope-device": (given(rope=lambda x: RopeTable(x.cos_sin.to("meta"))), DeviceError, ("rope.cos_sin", "meta")),
-    "rope-dtype": (given(rope=lambda x: RopeTable(x.cos_sin.int())), DTypeError, ("rope.cos_sin", "int32")),
+    "rope-none": (given(rope=lambda x: None), ArgumentError, ("rope must be a RopeTable", "NoneType")),
+    "norms-none": (given(norms=lambda x: {}), ArgumentError, ("norms must be a NormWeights", "dict")),
+    "cache-none": (given(cache=lambda x: None), ArgumentError, ("cache must be a LayerCache", "NoneType")),
+    "plan-none": (given(plan=lambda x: None), ArgumentError, ("plan must be a StepPlan", "NoneType")),
     "norms-q": (changed("norms", q=lambda x: x[:-1]), ShapeError, ("norms.q must be [D] = [20]", "[19]")),
     "norms-index_k": (changed("norms", index_k=lambda x: x[:20]), ShapeError, ("norms.index_k", "[20]")),
     "norms-dtype": (changed("norms", k=lambda x: x.long()), DTypeError, ("norms.k", "int64")),

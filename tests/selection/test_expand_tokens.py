@@ -109,7 +109,7 @@ def test_expand_tokens_refuses_a_tail_that_does_not_fit(refuses: Any, select: An
     out = torch.full((1, 30), 7, dtype=torch.int32)
     with refuses(ArgumentError, "expand_tokens", "tail_tokens must hold the longest tail, 10 tokens", "got 9"):
         expand_tokens(selection, later.plan, tail_tokens=9, out=out)
-    with refuses(ArgumentError, "expand_tokens", "tail_tokens must not be negative", "-1"):
+    with refuses(ArgumentError, "expand_tokens", "tail_tokens must be a whole number of at least 0", "-1"):
         expand_tokens(selection, later.plan, tail_tokens=-1, out=out)
     assert out.eq(7).all()
 
@@ -118,7 +118,12 @@ def test_expand_tokens_refuses_a_selection_of_a_later_row(refuses: Any, select: 
     """After a rollback: the selection saw blocks whose tokens are not the request's any more."""
     ahead = make_step(StepCase("ahead", ((57, 1),), topk_blocks=5), seed=116)
     back = make_step(StepCase("back", ((54, 1),), topk_blocks=5), seed=116)
-    with refuses(SelectionError, "expand_tokens", "visible_blocks must not reach past its row", "1 tokens more"):
+    with refuses(
+        SelectionError,
+        "expand_tokens",
+        "visible_blocks must be at most the complete blocks of the row",
+        "got 14 in row 0",
+    ):
         expand_tokens(select(ahead), back.plan)
 
 
@@ -150,6 +155,22 @@ def test_expand_tokens_refuses_tensors_that_do_not_fit(refuses: Any, pair: tuple
         expand_tokens(dataclasses.replace(selection, block_ids=selection.block_ids[:, :6]), step.plan)
     with refuses(ShapeError, where, "selection.block_counts", "[1]"):
         expand_tokens(dataclasses.replace(selection, block_counts=selection.block_counts[:1]), step.plan)
+    for name, change, part in (
+        ("block_ids", lambda ids: torch.cat([ids[:, 1:2], ids[:, :1], ids[:, 2:]], dim=1), "ascending"),
+        ("block_ids", lambda ids: ids - 1, "in [0, visible_blocks)"),
+        ("block_ids", lambda ids: ids + 99, "in [0, visible_blocks)"),
+        ("block_counts", lambda counts: counts + 9, "in [0, 8]"),
+        ("block_counts", lambda counts: counts - 9, "in [0, 8]"),
+    ):
+        bad = dataclasses.replace(selection, **{name: change(getattr(selection, name))})
+        with refuses(SelectionError, where, f"selection.{name}", part):
+            expand_tokens(bad, step.plan)
+    with refuses(ArgumentError, where, "selection must be a Selection", "Tensor"):
+        expand_tokens(selection.block_ids, step.plan)
+    with refuses(ArgumentError, where, "plan must be a StepPlan", "NoneType"):
+        expand_tokens(selection, None)
+    with refuses(ArgumentError, where, "tail_tokens must be a whole number", "3.0"):
+        expand_tokens(selection, step.plan, tail_tokens=3.0)
     with refuses(ShapeError, where, "selection.visible_blocks", "[1]"):
         expand_tokens(dataclasses.replace(selection, visible_blocks=selection.visible_blocks[:1]), step.plan)
 

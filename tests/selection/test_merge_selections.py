@@ -198,6 +198,12 @@ def test_merge_selections_refuses_starts_that_do_not_fit(refuses: Any) -> None:
         merge_selections([one, two], first_blocks=[0, -1])
     with refuses(ArgumentError, where, "first_blocks", f"got {2**31}"):
         merge_selections([one, two], first_blocks=[0, torch.tensor([2**31])])
+    with refuses(ArgumentError, where, "first_blocks must be a whole number", "1.5"):
+        merge_selections([one, two], first_blocks=[0, 1.5])
+    with refuses(ArgumentError, where, "first_blocks must keep block ids below 2**31", f"makes {2**31}"):
+        merge_selections([two, one], first_blocks=[0, 2**31 - 1])
+    with refuses(ArgumentError, where, "selections must be a Selection", "NoneType"):
+        merge_selections([one, None])
     with refuses(ShapeError, where, "first_blocks must be [T] = [1]", "[2]"):
         merge_selections([one, two], first_blocks=[0, torch.tensor([2, 2])])
     with refuses(DTypeError, where, "first_blocks", "float32"):

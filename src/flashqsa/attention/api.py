@@ -10,12 +10,13 @@ from flashqsa.attention.plain import StepRows, attend_rows_torch, wide_dtype
 from flashqsa.attention.reference import attend_rows_reference
 from flashqsa.attention.support import attend_refusal
 from flashqsa.attention.tokens import RowTokens
-from flashqsa.attention.values import check_selection_values, check_token_values
+from flashqsa.attention.values import check_token_values
 from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
-from flashqsa.checks import FLOAT_DTYPES, expect, values_are_checked
-from flashqsa.errors import SelectionError, ShapeError
+from flashqsa.checks import FLOAT_DTYPES, expect, expect_number, expect_type, values_are_checked
+from flashqsa.errors import ShapeError
 from flashqsa.plan import StepPlan
+from flashqsa.plan.selected import check_selection
 from flashqsa.results import Selection
 
 Attended = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -66,20 +67,8 @@ def attend(
     Source: transformers 5.24.0, Qwen4ExpTextAttention.
     """
     where = "attend"
-    _check_q(where, q, cache, plan, gate)
-    dims = {"T": plan.num_rows}
-    expect(where, "selection.block_ids", selection.block_ids, "T K", dims, dtypes=(torch.int32,), device=cache.device,
-           hint="Select with this plan, or take() the rows that remain.")  # fmt: skip
-    for name in ("block_counts", "visible_blocks"):
-        expect(where, f"selection.{name}", getattr(selection, name), "T", dims, dtypes=(torch.int32,),
-               device=cache.device)  # fmt: skip
-    if None not in (selection.layer_id, cache.layer_id) and selection.layer_id != cache.layer_id:
-        raise SelectionError(
-            f"{where}: selection must be of layer {cache.layer_id}, like the cache, got layer {selection.layer_id}. "
-            "Select with this layer's index keys."
-        )
-    if values_are_checked(cache.device):
-        check_selection_values(where, selection, plan)
+    _check_q(where, q, cache, plan, gate, softmax_scale)
+    check_selection(where, selection, plan, layer_id=cache.layer_id)
     visible_units = selection.visible_blocks if include_tail else None
     tokens = RowTokens(selection.block_ids, selection.block_counts, plan.block_tokens, visible_units, plan.positions)
     step = _step_rows(cache, plan, tokens, softmax_scale, row_exact)
@@ -124,7 +113,7 @@ def attend_tokens(
         ArgumentError: An id is invalid, not yet visible, or given twice (read on the CPU, or with FLASHQSA_DEBUG=1).
     """
     where = "attend_tokens"
-    _check_q(where, q, cache, plan, gate)
+    _check_q(where, q, cache, plan, gate, softmax_scale)
     dims = {"T": plan.num_rows}
     expect(where, "token_ids", token_ids, "T W+1", dims, dtypes=(torch.int32,), device=cache.device)
     if dims["W+1"] < 1:
@@ -139,7 +128,18 @@ def attend_tokens(
     return _attend_rows(where, q, cache, step, gate, out_dtype, return_lse, out, backend)
 
 
-def _check_q(where: str, q: torch.Tensor, cache: LayerCache, plan: StepPlan, gate: torch.Tensor | None) -> None:
+def _check_q(
+    where: str,
+    q: torch.Tensor,
+    cache: LayerCache,
+    plan: StepPlan,
+    gate: torch.Tensor | None,
+    softmax_scale: float | None,
+) -> None:
+    expect_type(where, "cache", cache, LayerCache)
+    expect_type(where, "plan", plan, StepPlan)
+    if softmax_scale is not None:
+        expect_number(where, "softmax_scale", softmax_scale, hint="Leave it out for D ** -0.5.")
     dims = {"T": plan.num_rows, "D": cache.head_dim}
     expect(where, "q", q, "T Hq D", dims, dtypes=FLOAT_DTYPES, device=cache.device,
            hint="One row of queries a row of the plan.")  # fmt: skip

@@ -4,43 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashqsa.errors import ArgumentError, SelectionError
+from flashqsa.errors import ArgumentError
 from flashqsa.plan import StepPlan
-from flashqsa.results import Selection
-
-
-def check_selection_values(where: str, selection: Selection, plan: StepPlan) -> None:
-    """Counts within K, ids ascending and among the blocks that the row could see.
-
-    Raises:
-        SelectionError: Naming the first row that breaks a rule.
-    """
-    live = plan.request_ids >= 0
-    ids, counts, visible = selection.block_ids, selection.block_counts, selection.visible_blocks
-    topk = ids.shape[1]
-    seen = (plan.positions + 1) // plan.block_tokens
-    valid = live[:, None] & (torch.arange(topk, device=ids.device)[None] < counts[:, None])
-    later = live & ((visible < 0) | (visible > seen))
-    miscounted = live & ((counts < 0) | (counts > topk))
-    outside = (valid & ((ids < 0) | (ids >= visible[:, None]))).any(dim=1)
-    falling = (valid[:, 1:] & (ids[:, 1:] <= ids[:, :-1])).any(dim=1)
-    if not bool((later | miscounted | outside | falling).any()):
-        return
-    _refuse(where, later, "visible_blocks", "at most the complete blocks of the row", visible)
-    _refuse(where, miscounted, "block_counts", f"in [0, {topk}]", counts)
-    _refuse(where, outside, "block_ids", "in [0, visible_blocks) up to the count", ids)
-    _refuse(where, falling, "block_ids", "ascending and unique in a row", ids)
-
-
-def _refuse(where: str, bad: torch.Tensor, name: str, rule: str, values: torch.Tensor) -> None:
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0, 0])
-        got = values[row].tolist()
-        shown = f"{got[:8]}..." if isinstance(got, list) else got
-        raise SelectionError(
-            f"{where}: selection.{name} must be {rule}, got {shown} in row {row}. "
-            "Use the selection of these rows, in their order."
-        )
 
 
 def check_token_values(where: str, token_ids: torch.Tensor, plan: StepPlan) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from flashqsa.checks import CACHE_DTYPES, expect_int
 from flashqsa.config import QSAConfig
-from flashqsa.errors import ArgumentError
+from flashqsa.errors import ArgumentError, DTypeError
 
 
 def ring_capacity(block_tokens: int, speculative_rows: int = 0) -> int:
@@ -19,16 +20,15 @@ def ring_capacity(block_tokens: int, speculative_rows: int = 0) -> int:
         block_tokens: Tokens of a block.
         speculative_rows: Draft rows that a step may add beyond the accepted one.
     """
-    if block_tokens < 1 or speculative_rows < 0:
-        raise ArgumentError(
-            f"ring_capacity: block_tokens must be >= 1 and speculative_rows >= 0, got {block_tokens} and "
-            f"{speculative_rows}. Count the tokens of a block and the draft rows of a step."
-        )
+    where = "ring_capacity"
+    expect_int(where, "block_tokens", block_tokens, least=1, hint="Count the tokens of a block.")
+    expect_int(where, "speculative_rows", speculative_rows, hint="Count the draft rows of a step.")
     return -(-(block_tokens + speculative_rows) // block_tokens) * block_tokens
 
 
 def check_page_tokens(where: str, page_tokens: int, block_tokens: int) -> None:
     """Raise unless a page holds whole blocks."""
+    expect_int(where, "page_tokens", page_tokens, least=None)
     if page_tokens < 1 or page_tokens % block_tokens:
         raise ArgumentError(
             f"{where}: page_tokens must be a multiple of block_tokens = {block_tokens}, got {page_tokens}. "
@@ -63,7 +63,15 @@ class CacheLayout:
     ring_dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
+        for name in ("block_tokens", "kv_heads", "head_dim", "index_head_dim", "ring_tokens"):
+            expect_int("CacheLayout", name, getattr(self, name), least=None if name == "ring_tokens" else 1)
         check_page_tokens("CacheLayout", self.page_tokens, self.block_tokens)
+        for name in ("kv_dtype", "index_dtype", "ring_dtype"):
+            if getattr(self, name) not in CACHE_DTYPES:
+                raise DTypeError(
+                    f"CacheLayout: {name} must be a floating dtype of the caches, got {getattr(self, name)!r}. "
+                    "Use the model dtype, or torch.float8_e4m3fn for K, V and block keys."
+                )
         if self.ring_tokens < self.block_tokens or self.ring_tokens % self.block_tokens:
             raise ArgumentError(
                 f"CacheLayout: ring_tokens must be a positive multiple of block_tokens = {self.block_tokens}, got "

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flashqsa.checks import FLOAT_DTYPES, FP8, expect
+from flashqsa.checks import CACHE_DTYPES, FLOAT_DTYPES, FP8, expect, expect_int, expect_number
 from flashqsa.errors import ArgumentError, DTypeError, ShapeError
-
-CACHE_DTYPES = (*FLOAT_DTYPES, FP8)
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,12 @@ class LayerCache:
     layer_id: int | None = None
 
     def __post_init__(self) -> None:
-        where, device = "LayerCache", self.k_pages.device
+        where = "LayerCache"
         dims: dict[str, int] = {}
         expect(where, "k_pages", self.k_pages, "P page_tokens Hkv D", dims, dtypes=CACHE_DTYPES)
+        device = self.k_pages.device
+        if self.layer_id is not None:
+            expect_int(where, "layer_id", self.layer_id)
         expect(where, "v_pages", self.v_pages, "P page_tokens Hkv D", dims, dtypes=CACHE_DTYPES, device=device)
         if self.v_pages.dtype != self.k_pages.dtype:
             raise DTypeError(
@@ -67,7 +68,10 @@ class LayerCache:
             )  # fmt: skip
         for name in ("k_scale", "v_scale"):
             scale = getattr(self, name)
+            if scale is None:
+                continue
             if not isinstance(scale, torch.Tensor):
+                expect_number(where, name, scale, above=0.0, hint="Pass what stored values are multiplied by.")
                 continue
             if scale.numel() != 1:
                 raise ShapeError(

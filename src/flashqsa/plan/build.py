@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from flashqsa.cache.layout import check_page_tokens, ring_capacity
-from flashqsa.checks import expect, values_are_checked
+from flashqsa.checks import expect, expect_int, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError
 from flashqsa.plan.step import StepPlan
-from flashqsa.plan.values import check_plan_values, check_step_values
+from flashqsa.plan.values import check_apart, check_plan_values, check_step_values
 
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
@@ -83,6 +83,9 @@ def plan_step(
     device = seq_lens.device
     _expect_starts(where, query_starts, dims["R"], device)
     _check_numbers(where, block_tokens, topk_blocks, max_query_len, max_seq_len, speculative_rows)
+    _check_optional_numbers(where, num_pages, num_rows)
+    if out is not None:
+        expect_type(where, "out", out, StepPlan)
     _check_addressing(where, dims, page_table, page_tokens, first_slots, first_block_slots, block_tokens, device)
     _check_ring(where, dims, ring_ids, ring_tokens, speculative_rows, block_tokens, device)
     if values_are_checked(device):
@@ -90,6 +93,8 @@ def plan_step(
             where, query_starts, seq_lens, page_table, page_tokens, num_pages, first_slots, ring_ids,
             max_query_len=max_query_len, max_seq_len=max_seq_len, num_rows=num_rows,
         )  # fmt: skip
+        if first_block_slots is not None:
+            check_apart(where, "first_block_slots", first_block_slots, seq_lens // block_tokens)
     if num_rows is None:
         if device.type != "cpu":
             raise ArgumentError(
@@ -132,6 +137,7 @@ def check_tensors(plan: StepPlan) -> None:
     device = plan.seq_lens.device
     _expect_starts(where, plan.query_starts, dims["R"], device)
     _check_numbers(where, plan.block_tokens, plan.topk_blocks, plan.max_query_len, plan.max_seq_len, 0)
+    _check_optional_numbers(where, plan.num_pages, None)
     _check_addressing(where, dims, plan.page_table, plan.page_tokens, None, None, plan.block_tokens, device)
     _check_ring(where, dims, plan.ring_ids, plan.ring_tokens, 0, plan.block_tokens, device)
     for name, dtypes in (
@@ -168,8 +174,13 @@ def _check_numbers(
         ("max_seq_len", max_seq_len, 0),
         ("speculative_rows", speculative_rows, 0),
     ):
-        if value < least:
-            raise ArgumentError(f"{where}: {name} must be at least {least}, got {value}. Count again.")
+        expect_int(where, name, value, least=least)
+
+
+def _check_optional_numbers(where: str, num_pages: int | None, num_rows: int | None) -> None:
+    for name, value in (("num_pages", num_pages), ("num_rows", num_rows)):
+        if value is not None:
+            expect_int(where, name, value)
 
 
 def _check_addressing(
@@ -212,6 +223,8 @@ def _check_ring(
         return
     expect(where, "ring_ids", ring_ids, "R", dims, dtypes=INT32, device=device)
     needed = ring_capacity(block_tokens, speculative_rows)
+    if ring_tokens is not None:
+        expect_int(where, "ring_tokens", ring_tokens)
     if ring_tokens is None or ring_tokens < needed or ring_tokens % block_tokens:
         raise ArgumentError(
             f"{where}: ring_tokens must be a multiple of block_tokens = {block_tokens} and at least {needed} for "

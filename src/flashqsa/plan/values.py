@@ -54,10 +54,38 @@ def check_step_values(
     if page_table is not None:
         assert page_tokens is not None
         _check_pages(where, lens, page_table, page_tokens, num_pages)
-    if first_slots is not None and lens:
-        least = int(torch.where(seq_lens > 0, first_slots, 0).min())
-        if least < 0:
-            raise ArgumentError(f"{where}: first_slots must not be negative, got {least}. Pass slots of token 0.")
+    if first_slots is not None:
+        check_apart(where, "first_slots", first_slots, seq_lens)
+
+
+def check_apart(where: str, name: str, first_slots: torch.Tensor, lens: torch.Tensor) -> None:
+    """Slots of contiguous requests: none negative, none of two requests unless both begin at the same place.
+
+    Args:
+        where: Name of the calling function.
+        name: Name of the argument that holds the first slots.
+        first_slots: [R] int64, slot of each request's first token or block.
+        lens: [R] integers, how many tokens or blocks each request has.
+
+    Raises:
+        ArgumentError: As `check_step_values`.
+    """
+    spans = sorted(
+        (first, first + slots, request)
+        for request, (first, slots) in enumerate(zip(first_slots.tolist(), lens.tolist(), strict=True))
+        if slots > 0
+    )
+    if spans and spans[0][0] < 0:
+        raise ArgumentError(
+            f"{where}: {name} must not be negative, got {spans[0][0]} for request {spans[0][2]}. "
+            "Pass the slot where the request begins."
+        )
+    for (first, end, request), (other_first, _, other) in itertools.pairwise(spans):
+        if first < other_first < end:
+            raise ArgumentError(
+                f"{where}: {name} must keep requests apart, got slots {first} to {end - 1} for request {request} and "
+                f"{other_first} onwards for request {other}. Give every request room for all that it holds."
+            )
 
 
 def _check_lengths(

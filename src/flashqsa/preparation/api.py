@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashqsa.backends import NO_KERNEL, resolve_backend
-from flashqsa.cache.state import CACHE_DTYPES, LayerCache
-from flashqsa.checks import FLOAT_DTYPES, expect, values_are_checked
+from flashqsa.cache.state import LayerCache
+from flashqsa.checks import CACHE_DTYPES, FLOAT_DTYPES, expect, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError, DTypeError, ShapeError
 from flashqsa.plan import StepPlan
 from flashqsa.preparation.plain import prepare_torch
@@ -59,6 +59,9 @@ def prepare(
     Source: transformers 5.24.0, Qwen4ExpTextAttention and Qwen4ExpTextQSAIndexer.
     """
     where = "prepare"
+    for name, value, kind in (("cache", cache, LayerCache), ("plan", plan, StepPlan), ("rope", rope, RopeTable),
+                              ("norms", norms, NormWeights)):  # fmt: skip
+        expect_type(where, name, value, kind)
     plan.check_cache(where, cache)
     _check_inputs(where, q_gate, k, v, index_qk, norms, cache, plan)
     rope_positions = _three_axes(where, rope_positions, rope, cache, plan)
@@ -205,6 +208,7 @@ def _check_open_blocks(where: str, rope: RopeTable, cache: LayerCache, plan: Ste
 
 
 def _check_out(where: str, out: Prepared, q_gate: torch.Tensor, index_qk: torch.Tensor, head_dim: int) -> None:
+    expect_type(where, "out", out, Prepared)
     dims = {"T": q_gate.shape[0], "Hq": q_gate.shape[1], "D": head_dim, "Hi": index_qk.shape[1] - 1,
             "Di": index_qk.shape[2]}  # fmt: skip
     expect(where, "out.index_q", out.index_q, "T Hi Di", dims, dtypes=CACHE_DTYPES, device=q_gate.device)

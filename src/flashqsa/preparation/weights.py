@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashqsa.checks import expect_number
+
 
 @dataclass(frozen=True)
 class NormWeights:
@@ -24,3 +26,6 @@ class NormWeights:
     index_q: torch.Tensor
     index_k: torch.Tensor
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        expect_number("NormWeights", "eps", self.eps, least=0.0, hint="Use rms_norm_eps of the checkpoint.")

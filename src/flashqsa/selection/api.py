@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from flashqsa.backends import resolve_backend
-from flashqsa.cache.state import CACHE_DTYPES, LayerCache
-from flashqsa.checks import expect
+from flashqsa.cache.state import LayerCache
+from flashqsa.checks import CACHE_DTYPES, expect, expect_int, expect_type
 from flashqsa.errors import ArgumentError, ShapeError
 from flashqsa.plan import StepPlan
 from flashqsa.results import Selection
@@ -56,6 +56,8 @@ def select_blocks(
     Source: transformers 5.24.0, Qwen4ExpTextQSAIndexer; ties by design (torch.topk leaves them open).
     """
     where = "select_blocks"
+    expect_type(where, "cache", cache, LayerCache)
+    expect_type(where, "plan", plan, StepPlan)
     if cache.block_keys is None:
         raise ArgumentError(f"{where}: cache must have block_keys, got None. Allocate them beside K and V.")
     dims = {"T": plan.num_rows, "Di": cache.block_keys.shape[2]}
@@ -69,6 +71,7 @@ def select_blocks(
     least = least_workspace_bytes(index_q, cache.block_keys, plan.topk_blocks)
     if workspace_bytes is None:
         workspace_bytes = max(least, DEFAULT_WORKSPACE_BYTES.get(cache.device.type, OTHER_WORKSPACE_BYTES))
+    expect_int(where, "workspace_bytes", workspace_bytes, least=None)
     if workspace_bytes < least:
         raise ArgumentError(
             f"{where}: workspace_bytes must be at least {least}, got {workspace_bytes}. One tile of scores needs that."
@@ -92,6 +95,7 @@ def select_blocks(
 
 
 def _check_out(where: str, plan: StepPlan, cache: LayerCache, return_scores: bool, out: Selection) -> None:
+    expect_type(where, "out", out, Selection)
     if return_scores != (out.scores is not None):
         raise ArgumentError(
             f"{where}: out.scores must be a tensor exactly when return_scores is set, got {return_scores} and "

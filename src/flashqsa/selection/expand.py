@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flashqsa.checks import expect, values_are_checked
-from flashqsa.errors import ArgumentError, SelectionError
+from flashqsa.checks import expect, expect_int, expect_type, values_are_checked
+from flashqsa.errors import ArgumentError
 from flashqsa.plan import StepPlan
+from flashqsa.plan.selected import check_selection
 from flashqsa.results import Selection
 
 
@@ -27,18 +28,16 @@ def expand_tokens(
     Raises:
         ShapeError, DTypeError, DeviceError: `out` or the selection does not fit the plan.
         ArgumentError: A row's tail is longer than `tail_tokens` (read on the CPU, or with FLASHQSA_DEBUG=1).
-        SelectionError: A row's selection saw blocks that the row does not see (read there too).
+        SelectionError: A row's selection saw blocks that the row does not see, or its counts or ids break their rules
+            (read there too).
     """
-    where, r, topk = "expand_tokens", plan.block_tokens, plan.topk_blocks
-    dims = {"T": plan.num_rows, "K": topk}
-    expect(where, "selection.block_ids", selection.block_ids, "T K", dims, dtypes=(torch.int32,), device=plan.device,
-           hint="Select with this plan, or take() the rows that remain.")  # fmt: skip
-    for name in ("block_counts", "visible_blocks"):
-        expect(where, f"selection.{name}", getattr(selection, name), "T", dims, dtypes=(torch.int32,),
-               device=plan.device)  # fmt: skip
+    where = "expand_tokens"
+    expect_type(where, "plan", plan, StepPlan)
+    r, topk = plan.block_tokens, plan.topk_blocks
+    check_selection(where, selection, plan, topk_blocks=topk)
+    dims = {"T": plan.num_rows}
     tail_tokens = r - 1 if tail_tokens is None else tail_tokens
-    if tail_tokens < 0:
-        raise ArgumentError(f"{where}: tail_tokens must not be negative, got {tail_tokens}. Count the tail's columns.")
+    expect_int(where, "tail_tokens", tail_tokens, hint="Count the tail's columns.")
     live = plan.request_ids >= 0
     tail_starts = selection.visible_blocks.to(torch.int64) * r
     tail_counts = torch.where(live, plan.positions + 1 - tail_starts, 0)
@@ -62,13 +61,6 @@ def expand_tokens(
 
 
 def _check_tails(where: str, tail_counts: torch.Tensor, tail_tokens: int) -> None:
-    """Tails begin at or before the end of their row, and fit."""
-    if int(tail_counts.min()) < 0:
-        row = int(tail_counts.argmin())
-        raise SelectionError(
-            f"{where}: selection.visible_blocks must not reach past its row, got {-int(tail_counts[row])} tokens more "
-            f"in row {row}. Use the selection of this row, or of an earlier one of its request."
-        )
     if int(tail_counts.max()) > tail_tokens:
         raise ArgumentError(
             f"{where}: tail_tokens must hold the longest tail, {int(tail_counts.max())} tokens, got {tail_tokens}. "

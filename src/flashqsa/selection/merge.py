@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flashqsa.checks import expect, values_are_checked
+from flashqsa.checks import expect, expect_int, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError, SelectionError
 from flashqsa.results import Selection
 from flashqsa.selection.ordering import UNSEEN, best_keys, order_keys, unpack_keys
@@ -46,6 +46,7 @@ def merge_selections(
             f"{where}: first_blocks must have one entry for each of {len(selections)} selections, got {len(starts)}. "
             "Say where every shard begins."
         )
+    expect_type(where, "selections[0]", selections[0], Selection)
     first, dims = selections[0], dict[str, int]()
     keys = []
     for shard, start in zip(selections, starts, strict=True):
@@ -54,6 +55,11 @@ def merge_selections(
         valid = torch.arange(dims["K"], device=first.block_ids.device)[None] < shard.block_counts[:, None]
         offset = start.to(torch.int64)[:, None] if isinstance(start, torch.Tensor) else start
         ids = torch.where(valid, shard.block_ids.to(torch.int64) + offset, 0)
+        if values_are_checked(ids.device) and ids.numel() and int(ids.max()) >= MAX_BLOCKS:
+            raise ArgumentError(
+                f"{where}: first_blocks must keep block ids below 2**31, got one that makes {int(ids.max())}. "
+                "Count blocks from the start of the request."
+            )
         keys.append(torch.where(valid, order_keys(shard.scores, ids), UNSEEN))
     best = best_keys(torch.cat(keys, dim=-1), dims["K"])
     block_ids, scores = unpack_keys(best)
@@ -70,6 +76,7 @@ def _check_shard(
     where: str, shard: Selection, start: int | torch.Tensor, dims: dict[str, int], first: Selection
 ) -> None:
     """One shard has scores, and rows, layer and device of the first one; its blocks begin at valid ids."""
+    expect_type(where, "selections", shard, Selection)
     device = first.block_ids.device
     if shard.scores is None:
         raise ArgumentError(f"{where}: selections must have scores, got none. Select with return_scores=True.")
@@ -91,6 +98,7 @@ def _check_shard(
             return
         least, most = int(start.min()), int(start.max())
     else:
+        expect_int(where, "first_blocks", start, least=None, hint="Count blocks from the start of the request.")
         least = most = start
     if least < 0 or most >= MAX_BLOCKS:
         raise ArgumentError(
