@@ -2,5 +2,6 @@
 
 from flashqsa.integrations.hf.patch import disable, enable, enabled
 from flashqsa.integrations.hf.report import LayerReport, report
+from flashqsa.integrations.hf.selector import SelectorContext
 
-__all__ = ["LayerReport", "disable", "enable", "enabled", "report"]
+__all__ = ["LayerReport", "SelectorContext", "disable", "enable", "enabled", "report"]

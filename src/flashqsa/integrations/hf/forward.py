@@ -12,7 +12,10 @@ from flashqsa.errors import UnsupportedError
 from flashqsa.integrations.hf.masks import HFStep
 from flashqsa.integrations.hf.pooled import known_state, pool_new_blocks, remember
 from flashqsa.integrations.hf.report import count_rows
+from flashqsa.integrations.hf.selector import SelectorContext, checked_selection
+from flashqsa.integrations.hf.settings import OBSERVERS, Observer, settings_of
 from flashqsa.preparation.plain import rotate
+from flashqsa.results import Selection
 from flashqsa.selection import select_blocks
 
 
@@ -42,6 +45,7 @@ def attention_forward(
     _check_call(self, step, kwargs)
     assert isinstance(step, HFStep)
     step = step.to(hidden_states.device)
+    step = step.with_budget(settings_of(self).topk_blocks(step.plan.topk_blocks, step.plan.block_tokens))
     cache = kwargs.get("past_key_values") if cache is None else cache
     batch, q_length, _ = hidden_states.shape
     if cache is None and step.kv_tokens != q_length:
@@ -72,10 +76,28 @@ def attention_forward(
     layer_cache = LayerCache(
         k_states.transpose(1, 2), v_states.transpose(1, 2), block_keys, None, None, layer_id=self.layer_idx
     )
-    selection = select_blocks(index_q, layer_cache, step.plan)
+    selection = _select(self, q, index_q, layer_cache, step)
     count_rows(self, selection)
     attended = attend(q, layer_cache, selection, step.plan, gate=gate, softmax_scale=self.scaling)
     return self.o_proj(cast(torch.Tensor, attended).view(batch, q_length, -1)), None
+
+
+def _select(self: Any, q: torch.Tensor, index_q: torch.Tensor, cache: LayerCache, step: HFStep) -> Selection:
+    """The blocks to attend: the model's, or those of the caller's selector; whoever observes is told."""
+    selector, observers = settings_of(self).selector, self.__dict__.get(OBSERVERS, ())
+    if selector is None and not observers:
+        return select_blocks(index_q, cache, step.plan)
+    context = SelectorContext(self.layer_idx, step.forward_id, step.plan, cache, q.detach(), index_q, self.scaling)
+    with torch.no_grad():
+        if selector is not None:
+            selection = checked_selection(context, selector(context))
+        else:
+            wants_scores = any(observer.wants_scores for observer in observers)
+            selection = select_blocks(index_q, cache, step.plan, return_scores=wants_scores)
+        observer: Observer
+        for observer in observers:
+            observer.tell(context, selection)
+    return selection
 
 
 def _block_keys(

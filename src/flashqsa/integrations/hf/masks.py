@@ -6,7 +6,9 @@ instead, of a size that grows with the rows, never with rows times context.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +19,8 @@ from flashqsa.plan import StepPlan, plan_step
 
 MASK_NAME = "flashqsa"
 LEAST_BLOCKS = 256
+
+_forwards = count()
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class HFStep:
         ends: [B] one past the last visible token of each batch row.
         kv_tokens: Key columns of the K and V that layers will hand over.
         block_capacity: Blocks that each batch row's pooled keys have room for.
+        forward_id: Number of the forward in this process; the same on every device and with every budget.
     """
 
     plan: StepPlan
@@ -36,7 +41,8 @@ class HFStep:
     ends: tuple[int, ...]
     kv_tokens: int
     block_capacity: int
-    _elsewhere: dict[torch.device, HFStep] = field(default_factory=dict, repr=False, compare=False)
+    forward_id: int = field(default_factory=lambda: next(_forwards))
+    _variants: dict[tuple[torch.device, int], HFStep] = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> HFStep:
         """The same step on another device, copied once: the layers of a model may be spread over several.
@@ -48,11 +54,26 @@ class HFStep:
         device = torch.empty(0, device=device).device  # "cuda" becomes the one that it stands for
         if device == self.plan.device:
             return self
-        if device not in self._elsewhere:
-            named = {f.name: getattr(self.plan, f.name) for f in fields(self.plan) if f.init}
-            tensors: dict[str, Any] = {name: x.to(device) for name, x in named.items() if isinstance(x, torch.Tensor)}
-            self._elsewhere[device] = replace(self, plan=replace(self.plan, **tensors), _elsewhere={})
-        return self._elsewhere[device]
+        named = {f.name: getattr(self.plan, f.name) for f in fields(self.plan) if f.init}
+        return self._variant(
+            (device, self.plan.topk_blocks),
+            lambda: {name: x.to(device) for name, x in named.items() if isinstance(x, torch.Tensor)},
+        )
+
+    def with_budget(self, topk_blocks: int) -> HFStep:
+        """The same step with another number of blocks that a row selects at most, made once.
+
+        Args:
+            topk_blocks: That number.
+        """
+        if topk_blocks == self.plan.topk_blocks:
+            return self
+        return self._variant((self.plan.device, topk_blocks), lambda: {"topk_blocks": topk_blocks})
+
+    def _variant(self, key: tuple[torch.device, int], changes: Callable[[], dict[str, Any]]) -> HFStep:
+        if key not in self._variants:
+            self._variants[key] = replace(self, plan=replace(self.plan, **changes()), _variants={})
+        return self._variants[key]
 
     @property
     def dtype(self) -> NoReturn:

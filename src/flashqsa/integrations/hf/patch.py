@@ -14,6 +14,7 @@ from flashqsa.errors import ArgumentError, UnsupportedError
 from flashqsa.integrations.hf.forward import attention_forward
 from flashqsa.integrations.hf.masks import MASK_NAME, step_mask
 from flashqsa.integrations.hf.report import forget_counts
+from flashqsa.integrations.hf.settings import OF_CLASSES, SETTINGS, Selector, Settings, checked_settings
 
 BEFORE = "flashqsa_before"  # on an enabled attention: what `disable` puts back
 HOOKED = "_old_forward"  # where accelerate's hooks keep the forward that they wrap
@@ -40,28 +41,46 @@ class _Before:
     implementation: str | None
 
 
-def enable(model: Any = None) -> Any:
+def enable(model: Any = None, *, selector: Selector | None = None, budget_tokens: int | None = None) -> Any:
     """Run the QSA layers of a transformers model on FlashQSA.
+
+    Enabling what is enabled already changes its selector and its budget to those of the last call.
 
     Args:
         model: A `Qwen4Exp` model, or None for every such model of this process, also those made later.
+        selector: For study, a function that selects in place of the model: ``selector(context) -> block_ids``. It is
+            called once a layer and forward (again where gradient checkpointing repeats a layer), without gradients,
+            with a `SelectorContext`: the plan, queries, keys, the model's scores and its own selection. It returns
+            [T, K] integer block ids for the T rows of the forward: ascending and unique in a row, among the blocks
+            that the row sees, -1 behind the last; K is free, and rows of padding are ignored. The tail (tokens of the
+            block still open) is attended always. A `Selection` is taken as well. Wrong ids raise `SelectionError`
+            before anything is attended.
+        budget_tokens: For study, the budget in place of the model's: a positive multiple of its block. It is what the
+            model's own selection keeps; a selector is not bound by it.
 
     Returns:
         The model, for chaining.
 
     Raises:
         UnsupportedError: transformers is missing or has no `qwen4_exp`, or its attention is not the one known here.
-        ArgumentError: The model has no QSA layer.
+        ArgumentError: The model has no QSA layer, or the selector or the budget breaks a rule. For the classes a
+            budget that is no multiple of a model's block is refused when that model runs.
         ConfigError: Its configuration is not served.
     """
+    settings = checked_settings(selector, budget_tokens)
     modeling = _modeling()
-    _register_mask()
     if model is None:
+        _register_mask()
         _enable_classes(modeling)
+        OF_CLASSES.now = settings
         return None
-    for attention in _checked_attentions(model, modeling):
+    attentions = _checked_attentions(model, modeling)
+    for attention in attentions:
+        settings.topk_blocks(1, attention.config.indexer_compress_ratio)
+    _register_mask()
+    for attention in attentions:
         _enable_attention(attention)
-    for attention in qsa_attentions(model):
+        attention.__dict__[SETTINGS] = settings
         attention.config._attn_implementation = MASK_NAME
     return model
 
@@ -82,6 +101,7 @@ def disable(model: Any = None) -> Any:
             else:
                 setattr(owner, name, value)
         _class_attributes.clear()
+        OF_CLASSES.now = Settings()
         return None
     for attention in qsa_attentions(model):
         _disable_attention(attention)
@@ -89,29 +109,36 @@ def disable(model: Any = None) -> Any:
 
 
 @contextmanager
-def enabled(model: Any = None) -> Iterator[Any]:
+def enabled(model: Any = None, *, selector: Selector | None = None, budget_tokens: int | None = None) -> Iterator[Any]:
     """FlashQSA inside the block, what was before after it.
 
     Args:
         model: As in `enable`.
+        selector: As in `enable`.
+        budget_tokens: As in `enable`.
     """
-    already = bool(_class_attributes) if model is None else _is_enabled(model)
-    enable(model)
+    before = _settings_now(model)
+    enable(model, selector=selector, budget_tokens=budget_tokens)
     try:
         yield model
     finally:
-        if not already:
+        if before is None:
             disable(model)
+        else:
+            enable(model, selector=before.selector, budget_tokens=before.budget_tokens)
+
+
+def _settings_now(model: Any) -> Settings | None:
+    """What a model, or the classes, are enabled with; None where they are not."""
+    if model is None:
+        return OF_CLASSES.now if _class_attributes else None
+    return next((a.__dict__[SETTINGS] for a in qsa_attentions(model) if SETTINGS in a.__dict__), None)
 
 
 def qsa_attentions(model: Any) -> list[Any]:
     """The QSA attention modules of a model, by layer."""
     attention_class = _modeling().Qwen4ExpTextAttention
     return [module for module in model.modules() if isinstance(module, attention_class)]
-
-
-def _is_enabled(model: Any) -> bool:
-    return any(BEFORE in attention.__dict__ for attention in qsa_attentions(model))
 
 
 def _enable_attention(attention: Any) -> None:
@@ -127,6 +154,7 @@ def _enable_attention(attention: Any) -> None:
 
 def _disable_attention(attention: Any) -> None:
     """Undo `_enable_attention`, also where hooks came or went in the meantime."""
+    attention.__dict__.pop(SETTINGS, None)
     before: _Before | None = attention.__dict__.pop(BEFORE, None)
     if before is None:
         return
