@@ -281,9 +281,7 @@ def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qsa_layer_ids(text: Mapping[str, Any], layer_types: list[str] | None) -> tuple[int, ...]:
-    layers = text.get("num_hidden_layers")
-    if layer_types is None:
-        layers = _need(text, "num_hidden_layers")
+    layers = _need(text, "num_hidden_layers") if layer_types is None else text.get("num_hidden_layers")
     if layers is not None:
         expect_int("QSAConfig", "num_hidden_layers", layers, least=1, hint="Check the checkpoint's config.json.",
                    error=ConfigError)  # fmt: skip
@@ -291,7 +289,7 @@ def _qsa_layer_ids(text: Mapping[str, Any], layer_types: list[str] | None) -> tu
         interval = text.get("full_attention_interval", 4)
         expect_int("QSAConfig", "full_attention_interval", interval, least=1, hint="Every so many layers one is QSA.",
                    error=ConfigError)  # fmt: skip
-        return tuple(i for i in range(int(layers)) if (i + 1) % interval == 0)
+        return tuple(i for i in range(_need(text, "num_hidden_layers")) if (i + 1) % interval == 0)
     if layers is not None and len(layer_types) != layers:
         raise ConfigError(
             f"QSAConfig: layer_types must have one entry for each of num_hidden_layers = {layers}, got "

@@ -58,6 +58,8 @@ def _truncate(folder: Path) -> None:
         (["--prompt-file", "no/such/file"], "No such file"),
         (["--prompt-file", "."], "Is a directory"),
         (["--random-tokens", "0"], "random-tokens must be at least 1"),
+        (["--prompt", "a", "--seed", "3"], "seed must come with --random-tokens, got 3 with --prompt"),
+        (["--prompt", "a", "--engine", "stock", "--compare"], "engine must be left out with --compare, got stock"),
         (["--random-tokens", "-3"], "random-tokens must be at least 1"),
         (["--random-tokens", "4", "--seed", "-1"], "seed must be at least 0"),
         (["--random-tokens", "4", "--chat"], "chat must be off"),
@@ -164,3 +166,29 @@ def test_generate_names_the_extra_that_is_missing(small_checkpoint: Path) -> Non
     assert done.stderr.splitlines() == [
         "flashqsa: the command line needs transformers, which is not installed. Run: pip install 'flashqsa[cli]'"
     ]
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"]], ids=str)
+def test_an_output_that_takes_nothing_is_told_in_one_line(words: list[str]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs /dev/full")
+    with full.open("w") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "flashqsa", *words], stdout=out, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "flashqsa: standard output must be writable, got No space left on device. Send it somewhere else."
+    ]
+
+
+def test_a_reader_that_leaves_is_no_error_to_tell() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "flashqsa", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.close()
+        assert program.stderr.read() == ""
+    assert program.returncode == 1

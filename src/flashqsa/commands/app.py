@@ -5,12 +5,13 @@ Nothing of the `cli` extra is imported before `main` runs, so that its absence i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flashqsa import __version__
-from flashqsa.commands import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
+from flashqsa.commands import EXIT_INTERRUPTED, EXIT_NOT_READ, EXIT_WRONG_INPUT
 from flashqsa.errors import FlashQSAError
 
 if TYPE_CHECKING:
@@ -31,11 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        return _run(words)
+        code = _run(words)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return _interrupted()
     except FlashQSAError as error:
         return _fail(str(error))
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        return _cannot_print(error)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in CLI_MODULES:
@@ -100,6 +107,14 @@ def _run(words: list[str]) -> int:
 def _interrupted() -> int:
     print("flashqsa: interrupted", file=sys.stderr)
     return EXIT_INTERRUPTED
+
+
+def _cannot_print(error: OSError) -> int:
+    """Says that the output went nowhere; nothing when its reader left, as `head` does."""
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # else the exit tries to print once more
+    if isinstance(error, BrokenPipeError):
+        return EXIT_NOT_READ  # typer's own code for it
+    return _fail(f"standard output must be writable, got {error.strerror}. Send it somewhere else.")
 
 
 def _fail(message: str) -> int:

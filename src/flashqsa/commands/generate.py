@@ -31,7 +31,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = _PROMPT.text,
     prompt_file: Annotated[Path | None, typer.Option(help="A text file with it; - reads stdin.")] = _PROMPT.file,
     random_tokens: Annotated[int | None, typer.Option(help="Draw so many tokens instead.")] = _PROMPT.random_tokens,
-    seed: Annotated[int, typer.Option(help="Decides the drawn tokens.")] = _PROMPT.seed,
+    seed: Annotated[int | None, typer.Option(help="Decides the drawn tokens; 0 by default.")] = _PROMPT.seed,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; by default where there is one.")
     ] = _PROMPT.chat,
@@ -41,7 +41,9 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = _RUN.dtype,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = _RUN.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice by default.")] = _RUN.threads,
-    engine: Annotated[str, typer.Option(help="flashqsa or stock: transformers alone.")] = _RUN.engine,
+    engine: Annotated[
+        str | None, typer.Option(help="flashqsa (the default) or stock: transformers alone.")
+    ] = _RUN.engine,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run both and compare; exit code 3 if they differ.")
     ] = False,
@@ -81,11 +83,11 @@ def generate(
 def _run(
     checkpoint: Path, prompt_options: PromptOptions, run_options: RunOptions, *, compare: bool, show_progress: bool
 ) -> Outcome:
-    check_options(prompt_options, run_options)
+    check_options(prompt_options, run_options, compare=compare)
     config = QSAConfig.from_checkpoint(checkpoint)
     with quiet_transformers():
         request, prompt, tokenizer = prepare_run(checkpoint, config, prompt_options, run_options)
-    engines = ("stock", "flashqsa") if compare else (run_options.engine,)
+    engines = ("stock", "flashqsa") if compare else (run_options.engine or "flashqsa",)
     runs = _run_engines(request, engines, show_progress=show_progress)
     if "flashqsa" in runs:
         _check_layers(runs["flashqsa"], config, fed_tokens=len(request.prompt_ids) - 1)

@@ -23,14 +23,14 @@ class PromptOptions:
         text: The prompt itself, or None.
         file: A UTF-8 file that holds it, `-` for standard input, or None.
         random_tokens: How many tokens to draw instead, or None.
-        seed: Decides the drawn tokens.
+        seed: Decides the drawn tokens; None for 0. Of drawn tokens only.
         chat: Whether the text is a user's turn in the checkpoint's chat template; None where it has one.
     """
 
     text: str | None = None
     file: Path | None = None
     random_tokens: int | None = None
-    seed: int = 0
+    seed: int | None = None
     chat: bool | None = None
 
 
@@ -68,7 +68,12 @@ def check_prompt_options(options: PromptOptions) -> None:
         raise ArgumentError(
             f"generate: random-tokens must be at least 1, got {options.random_tokens}. Choose another value."
         )
-    if options.seed < 0:
+    if options.seed is not None and options.random_tokens is None:
+        raise ArgumentError(
+            f"generate: seed must come with --random-tokens, got {options.seed} with {given[0]}. Leave it out; "
+            "nothing else is drawn."
+        )
+    if options.seed is not None and options.seed < 0:
         raise ArgumentError(f"generate: seed must be at least 0, got {options.seed}. Choose another value.")
     if options.random_tokens is not None and options.chat:
         raise ArgumentError("generate: chat must be off for random tokens, got --chat. Leave it out, or pass a text.")
@@ -87,8 +92,9 @@ def make_prompt(options: PromptOptions, tokenizer: Any | None, *, vocab_size: in
         ArgumentError: The text is empty or unreadable, or needs a tokenizer or a chat template that is not there.
     """
     if options.random_tokens is not None:
-        token_ids = _draw(options.random_tokens, options.seed, tokenizer, vocab_size, stop_ids)
-        return Prompt(token_ids=token_ids, source="random", seed=options.seed)
+        seed = options.seed or 0
+        token_ids = _draw(options.random_tokens, seed, tokenizer, vocab_size, stop_ids)
+        return Prompt(token_ids=token_ids, source="random", seed=seed)
     source = "text" if options.text is not None else "file"
     text = options.text if options.text is not None else _read_text(options.file or Path())
     if not text.strip():

@@ -27,7 +27,7 @@ class RunOptions:
         dtype: One of `DTYPES`; `auto` is the checkpoint's own.
         device: `auto`, `cpu`, `cuda` or `cuda:N`; `auto` is CUDA where there is one.
         threads: CPU threads; None leaves torch's choice.
-        engine: A key of `ENGINES`.
+        engine: A key of `ENGINES`; None for flashqsa, or for both to compare.
     """
 
     max_new_tokens: int = 64
@@ -36,10 +36,10 @@ class RunOptions:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
-    engine: str = "flashqsa"
+    engine: str | None = None
 
 
-def check_options(prompt_options: PromptOptions, run_options: RunOptions) -> None:
+def check_options(prompt_options: PromptOptions, run_options: RunOptions, *, compare: bool) -> None:
     """Checks what can be checked without the checkpoint.
 
     Raises:
@@ -54,13 +54,17 @@ def check_options(prompt_options: PromptOptions, run_options: RunOptions) -> Non
             )
     choices: Sequence[tuple[str, str, Sequence[str]]] = (
         ("dtype", run_options.dtype, DTYPES),
-        ("engine", run_options.engine, tuple(ENGINES)),
+        ("engine", run_options.engine or "flashqsa", tuple(ENGINES)),
     )
     for name, choice, allowed in choices:
         if choice not in allowed:
             raise ArgumentError(
                 f"generate: {name} must be among {', '.join(allowed)}, got {choice}. Choose one of them."
             )
+    if compare and run_options.engine is not None:
+        raise ArgumentError(
+            f"generate: engine must be left out with --compare, got {run_options.engine}. Comparing runs both."
+        )
 
 
 def prepare_run(
