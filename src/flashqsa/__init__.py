@@ -8,6 +8,7 @@ from flashqsa.errors import FlashQSAError
 from flashqsa.layer import QSAAttention, QSAIndexer
 from flashqsa.plan import StepPlan, plan_step
 from flashqsa.preparation import NormWeights, prepare
+from flashqsa.recording import Recording, record
 from flashqsa.results import Prepared, Selection
 from flashqsa.rope import RopeTable
 from flashqsa.selection import expand_tokens, merge_selections, select_blocks
@@ -23,6 +24,7 @@ __all__ = [
     "QSAAttention",
     "QSAConfig",
     "QSAIndexer",
+    "Recording",
     "RopeTable",
     "Selection",
     "StepPlan",
@@ -35,6 +37,7 @@ __all__ = [
     "merge_selections",
     "plan_step",
     "prepare",
+    "record",
     "ring_capacity",
     "select_blocks",
 ]

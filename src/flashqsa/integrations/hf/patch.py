@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
@@ -14,7 +14,16 @@ from flashqsa.errors import ArgumentError, UnsupportedError
 from flashqsa.integrations.hf.forward import attention_forward
 from flashqsa.integrations.hf.masks import MASK_NAME, step_mask
 from flashqsa.integrations.hf.report import forget_counts
-from flashqsa.integrations.hf.settings import OF_CLASSES, SETTINGS, Selector, Settings, checked_settings
+from flashqsa.integrations.hf.settings import (
+    OBSERVERS,
+    OF_CLASSES,
+    SETTINGS,
+    Observe,
+    Observer,
+    Selector,
+    Settings,
+    checked_settings,
+)
 
 BEFORE = "flashqsa_before"  # on an enabled attention: what `disable` puts back
 HOOKED = "_old_forward"  # where accelerate's hooks keep the forward that they wrap
@@ -133,6 +142,43 @@ def _settings_now(model: Any) -> Settings | None:
     if model is None:
         return OF_CLASSES.now if _class_attributes else None
     return next((a.__dict__[SETTINGS] for a in qsa_attentions(model) if SETTINGS in a.__dict__), None)
+
+
+@contextmanager
+def observed(model: Any, observe: Observe, *, scores: bool = False) -> Iterator[None]:
+    """Tell someone, inside the block, what each QSA layer of a model selects; FlashQSA is enabled for it if need be.
+
+    Args:
+        model: A `Qwen4Exp` model.
+        observe: Called once a layer and forward with the `SelectorContext` and the `Selection` that is attended.
+        scores: Whether the model's own selections must bring scores.
+
+    Raises:
+        ArgumentError, UnsupportedError, ConfigError: As `enable`.
+    """
+    observer = Observer(observe, scores)
+    runs = OF_CLASSES.now if _class_attributes else _settings_now(model)
+    with nullcontext() if runs is not None else enabled(model):
+        attentions = qsa_attentions(model)
+        for attention in attentions:
+            attention.__dict__[OBSERVERS] = (*attention.__dict__.get(OBSERVERS, ()), observer)
+        try:
+            yield
+        finally:
+            for attention in attentions:
+                left = tuple(other for other in attention.__dict__.pop(OBSERVERS, ()) if other is not observer)
+                if left:
+                    attention.__dict__[OBSERVERS] = left
+
+
+def qsa_layers(model: Any) -> tuple[int, tuple[int, ...]]:
+    """Tokens of a block, and the layer ids of a model's QSA layers.
+
+    Raises:
+        ArgumentError, UnsupportedError, ConfigError: As `enable`.
+    """
+    attentions = _checked_attentions(model, _modeling())
+    return attentions[0].config.indexer_compress_ratio, tuple(attention.layer_idx for attention in attentions)
 
 
 def qsa_attentions(model: Any) -> list[Any]:
