@@ -15,6 +15,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextAttenti
 from benchmarks.timing import Call
 from flashqsa.cache import LayerCache
 from flashqsa.integrations import hf
+from flashqsa.integrations.hf.angles import WholeTables
 from flashqsa.integrations.hf.masks import HFStep, step_mask
 from flashqsa.integrations.hf.pooled import pool_new_blocks
 from flashqsa.preparation.plain import rotate
@@ -182,11 +183,10 @@ class SingleLayer:
         """Index queries normed and rotated, block keys pooled, blocks selected, as the drop-in does it."""
         indexer, dim = self.attention.indexer, self.shape.index_head_dim
         index_qk = index_qk.view(1, self.tokens, -1, dim)
-        half = self.position_embeddings[0].shape[-1] // 2
-        cos, sin = (table[..., :half] for table in self.position_embeddings)
+        angles = WholeTables(*self.position_embeddings)
         index_q = indexer.q_layernorm(index_qk[:, :, :-1].flatten(0, 1))
-        index_q = rotate(index_q, cos[0], sin[0]).to(index_qk.dtype)
-        keys = pool_new_blocks(None, index_qk[:, :, -1], cos, sin, indexer.k_layernorm, step).keys
+        index_q = rotate(index_q, *angles.of_rows(self.tokens)).to(index_qk.dtype)
+        keys = pool_new_blocks(None, index_qk[:, :, -1], angles, indexer.k_layernorm, step).keys
         unread = index_qk.new_zeros(1, self.tokens, 1, 1)
         return select_blocks(index_q, LayerCache(unread, unread, keys, None, None), step.plan)
 

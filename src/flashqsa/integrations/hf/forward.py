@@ -9,6 +9,8 @@ import torch
 from flashqsa.attention import attend
 from flashqsa.cache import LayerCache
 from flashqsa.errors import UnsupportedError
+from flashqsa.integrations.hf.angles import Angles, NeededAngles, WholeTables
+from flashqsa.integrations.hf.following import follow_caches
 from flashqsa.integrations.hf.masks import HFStep
 from flashqsa.integrations.hf.pooled import known_state, pool_new_blocks, remember
 from flashqsa.integrations.hf.report import count_rows
@@ -23,7 +25,7 @@ from flashqsa.selection import select_blocks
 def attention_forward(
     self: Any,
     hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    position_embeddings: NeededAngles | tuple[torch.Tensor, torch.Tensor],
     attention_mask: HFStep | torch.Tensor | None,
     cache: Any = None,
     **kwargs: Any,
@@ -33,7 +35,8 @@ def attention_forward(
     Args:
         self: A `Qwen4ExpTextAttention`.
         hidden_states: [B, Q, hidden].
-        position_embeddings: cos and sin over the whole key history, each [B, KV, rotary_dim].
+        position_embeddings: What the enabled model's rotary module made; for a layer that is called alone also cos and
+            sin over the whole key history, each [B, KV, rotary_dim].
         attention_mask: The `HFStep` that the mask interface made.
         cache: A transformers cache, or None.
         kwargs: What transformers passes along; `past_key_values` is the older name of `cache`.
@@ -59,9 +62,8 @@ def attention_forward(
     v = self.v_proj(hidden_states).view(batch, q_length, -1, dim)
     index_qk = self.indexer.index_qk_proj(hidden_states).view(batch, q_length, -1, index_dim)
 
-    half = position_embeddings[0].shape[-1] // 2
-    cos, sin = (table[..., :half] for table in position_embeddings)
-    row_cos, row_sin = (table[:, -q_length:].reshape(-1, half) for table in (cos, sin))
+    angles = _angles(position_embeddings, hidden_states.device)
+    row_cos, row_sin = angles.of_rows(q_length)
     q = rotate(self.q_norm(q), row_cos, row_sin).to(q.dtype)
     k = rotate(self.k_norm(k), row_cos, row_sin).to(k.dtype).view(batch, q_length, -1, dim)
 
@@ -69,7 +71,7 @@ def attention_forward(
     with torch.no_grad():
         index_q = self.indexer.q_layernorm(index_qk[:, :, :-1].flatten(0, 1))
         index_q = rotate(index_q, row_cos, row_sin).to(index_qk.dtype)
-        block_keys = _block_keys(self, index_qk[:, :, -1], cos, sin, cache, step, past)
+        block_keys = _block_keys(self, index_qk[:, :, -1], angles, cache, step, past)
     k_states, v_states = k.transpose(1, 2), v.transpose(1, 2)
     if cache is not None:
         k_states, v_states = cache.update(k_states, v_states, self.layer_idx)
@@ -80,6 +82,10 @@ def attention_forward(
     count_rows(self, selection)
     attended = attend(q, layer_cache, selection, step.plan, gate=gate, softmax_scale=self.scaling)
     return self.o_proj(cast(torch.Tensor, attended).view(batch, q_length, -1)), None
+
+
+def _angles(given: NeededAngles | tuple[torch.Tensor, torch.Tensor], device: torch.device) -> Angles:
+    return given.to(device) if isinstance(given, NeededAngles) else WholeTables(*given)
 
 
 def _select(self: Any, q: torch.Tensor, index_q: torch.Tensor, cache: LayerCache, step: HFStep) -> Selection:
@@ -103,8 +109,7 @@ def _select(self: Any, q: torch.Tensor, index_q: torch.Tensor, cache: LayerCache
 def _block_keys(
     self: Any,
     raw_keys: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    angles: Angles,
     cache: Any,
     step: HFStep,
     past: int,
@@ -112,11 +117,12 @@ def _block_keys(
     """Pooled keys [B, capacity, Di] of the whole context, after adding this forward's raw keys to the cache."""
     norm = self.indexer.k_layernorm
     if cache is None:
-        return pool_new_blocks(None, raw_keys, cos, sin, norm, step).keys
+        return pool_new_blocks(None, raw_keys, angles, norm, step).keys
+    follow_caches(self)
     cache_layer = cache.layers[self.layer_idx]
     state = known_state(cache_layer, step, past)
     raw_keys = cache.update_indexer(raw_keys, self.layer_idx)
-    state = pool_new_blocks(state, raw_keys, cos, sin, norm, step)
+    state = pool_new_blocks(state, raw_keys, angles, norm, step)
     remember(cache_layer, state, past + step.plan.num_rows // len(step.starts))
     return state.keys[:, : step.block_capacity]
 

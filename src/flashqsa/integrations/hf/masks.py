@@ -6,9 +6,9 @@ instead, of a size that grows with the rows, never with rows times context.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from flashqsa.plan import StepPlan, plan_step
 MASK_NAME = "flashqsa"
 LEAST_BLOCKS = 256
 
-_forwards = count()
+_forwards = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -152,18 +152,19 @@ def _visible_ranges(
             f"flashqsa: attention_mask must be [B, tokens] = [{batch_size}, {total}], got {got}. "
             "Pass the mask of the whole sequence, cached tokens included."
         )
-    counts = visible.sum(dim=1)
-    starts = torch.where(counts > 0, visible.to(torch.int8).argmax(dim=1), total)
-    ends = starts + counts
-    columns = torch.arange(total, device=visible.device)[None]
-    whole = (columns >= starts[:, None]) & (columns < ends[:, None])
-    if not torch.equal(whole, visible):
-        row = int((whole != visible).any(dim=1).nonzero()[0, 0])
-        raise UnsupportedError(
-            f"flashqsa: attention_mask must be padding on the left and right alone, got holes in batch row {row}. "
-            "Remove the masked tokens from the sequence."
-        )
-    return tuple(starts.tolist()), tuple(ends.tolist())
+    counts, firsts = visible.sum(dim=1), visible.view(torch.int8).argmax(dim=1)
+    runs = visible[:, 0] + (visible[:, 1:] > visible[:, :-1]).sum(dim=1)
+    values = torch.stack([counts, firsts, runs]).tolist()  # read once
+    starts, ends = [], []
+    for row, (tokens, first, run) in enumerate(zip(*values, strict=True)):
+        if run > 1:
+            raise UnsupportedError(
+                f"flashqsa: attention_mask must be padding on the left and right alone, got holes in batch row {row}. "
+                "Remove the masked tokens from the sequence."
+            )
+        starts.append(first if tokens else total)
+        ends.append(starts[-1] + tokens)
+    return tuple(starts), tuple(ends)
 
 
 def _plan_batch(

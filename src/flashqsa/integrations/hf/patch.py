@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial, wraps
-from types import MethodType
+from functools import wraps
 from typing import Any
 
 from flashqsa.config import QSAConfig
 from flashqsa.errors import ArgumentError, UnsupportedError
+from flashqsa.integrations.hf.angles import rotary_forward
+from flashqsa.integrations.hf.following import unfollow_caches, users
 from flashqsa.integrations.hf.forward import attention_forward
 from flashqsa.integrations.hf.masks import MASK_NAME, step_mask
+from flashqsa.integrations.hf.replacing import (
+    BEFORE,
+    class_attributes,
+    replace_class_attribute,
+    replace_forward,
+    restore_class_attributes,
+    restore_forward,
+)
 from flashqsa.integrations.hf.report import forget_counts
 from flashqsa.integrations.hf.settings import (
     OBSERVERS,
@@ -25,29 +33,11 @@ from flashqsa.integrations.hf.settings import (
     checked_settings,
 )
 
-BEFORE = "flashqsa_before"  # on an enabled attention: what `disable` puts back
-HOOKED = "_old_forward"  # where accelerate's hooks keep the forward that they wrap
 NEEDED = (
     "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "indexer", "head_dim", "scaling", "layer_idx",
     "attention_dropout",
 )  # fmt: skip
 NEEDED_OF_INDEXER = ("index_qk_proj", "q_layernorm", "k_layernorm", "index_head_dim")
-
-_class_attributes: dict[tuple[type, str], Any] = {}
-"""What the classes had in their own namespace where FlashQSA has something now; None where they had nothing."""
-
-
-@dataclass(frozen=True)
-class _Before:
-    """One attention module before it was enabled.
-
-    Attributes:
-        forward: The forward of the instance, or None where its class's served.
-        implementation: `_attn_implementation` of its config.
-    """
-
-    forward: Any
-    implementation: str | None
 
 
 def enable(model: Any = None, *, selector: Selector | None = None, budget_tokens: int | None = None) -> Any:
@@ -88,9 +78,13 @@ def enable(model: Any = None, *, selector: Selector | None = None, budget_tokens
         settings.topk_blocks(1, attention.config.indexer_compress_ratio)
     _register_mask()
     for attention in attentions:
-        _enable_attention(attention)
+        if replace_forward(attention, attention_forward, attention.config._attn_implementation):
+            forget_counts(attention)
         attention.__dict__[SETTINGS] = settings
+    for attention in attentions:
         attention.config._attn_implementation = MASK_NAME
+    for rotary in _rotary_modules(model, modeling):
+        replace_forward(rotary, rotary_forward)
     return model
 
 
@@ -104,16 +98,22 @@ def disable(model: Any = None) -> Any:
         The model.
     """
     if model is None:
-        for (owner, name), value in _class_attributes.items():
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-        _class_attributes.clear()
+        restore_class_attributes()
         OF_CLASSES.now = Settings()
+        for user in users():
+            if BEFORE not in user.__dict__:
+                unfollow_caches(user)
         return None
+    modeling = _modeling()
     for attention in qsa_attentions(model):
-        _disable_attention(attention)
+        attention.__dict__.pop(SETTINGS, None)
+        before = restore_forward(attention)
+        if before is not None and attention.config._attn_implementation == MASK_NAME:
+            attention.config._attn_implementation = before.implementation
+        if not class_attributes:
+            unfollow_caches(attention)
+    for rotary in _rotary_modules(model, modeling):
+        restore_forward(rotary)
     return model
 
 
@@ -140,7 +140,7 @@ def enabled(model: Any = None, *, selector: Selector | None = None, budget_token
 def _settings_now(model: Any) -> Settings | None:
     """What a model, or the classes, are enabled with; None where they are not."""
     if model is None:
-        return OF_CLASSES.now if _class_attributes else None
+        return OF_CLASSES.now if class_attributes else None
     return next((a.__dict__[SETTINGS] for a in qsa_attentions(model) if SETTINGS in a.__dict__), None)
 
 
@@ -157,7 +157,7 @@ def observed(model: Any, observe: Observe, *, scores: bool = False) -> Iterator[
         ArgumentError, UnsupportedError, ConfigError: As `enable`.
     """
     observer = Observer(observe, scores)
-    runs = OF_CLASSES.now if _class_attributes else _settings_now(model)
+    runs = OF_CLASSES.now if class_attributes else _settings_now(model)
     with nullcontext() if runs is not None else enabled(model):
         attentions = qsa_attentions(model)
         for attention in attentions:
@@ -187,32 +187,9 @@ def qsa_attentions(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, attention_class)]
 
 
-def _enable_attention(attention: Any) -> None:
-    """Replace the forward of one module, inside the hooks that it may have."""
-    if BEFORE in attention.__dict__:
-        return
-    name = HOOKED if HOOKED in attention.__dict__ else "forward"
-    before = _Before(attention.__dict__.get(name), attention.config._attn_implementation)
-    attention.__dict__[BEFORE] = before
-    setattr(attention, name, partial(attention_forward, attention))
-    forget_counts(attention)
-
-
-def _disable_attention(attention: Any) -> None:
-    """Undo `_enable_attention`, also where hooks came or went in the meantime."""
-    attention.__dict__.pop(SETTINGS, None)
-    before: _Before | None = attention.__dict__.pop(BEFORE, None)
-    if before is None:
-        return
-    if attention.config._attn_implementation == MASK_NAME:
-        attention.config._attn_implementation = before.implementation
-    for name in (HOOKED, "forward"):
-        if getattr(attention.__dict__.get(name), "func", None) is not attention_forward:
-            continue
-        if before.forward is None and name == "forward":
-            del attention.forward
-        else:
-            setattr(attention, name, before.forward or MethodType(type(attention).forward, attention))
+def _rotary_modules(model: Any, modeling: Any) -> list[Any]:
+    """The rotary modules of the text models in a model; none in an attention alone."""
+    return [module for module in model.modules() if isinstance(module, modeling.Qwen4ExpTextRotaryEmbedding)]
 
 
 def _modeling() -> Any:
@@ -253,7 +230,7 @@ def _checked_attentions(model: Any, modeling: Any) -> list[Any]:
 
 def _enable_classes(modeling: Any) -> None:
     """Replace the attention's forward; our mask is asked for while the text model runs, and when `generate` plans."""
-    if _class_attributes:
+    if class_attributes:
         return
     model_class = modeling.Qwen4ExpTextModel
     model_forward = model_class.forward
@@ -263,15 +240,11 @@ def _enable_classes(modeling: Any) -> None:
         with _our_mask(self.config):
             return model_forward(self, *args, **kwargs)
 
-    _replace(modeling.Qwen4ExpTextAttention, "forward", attention_forward)
-    _replace(model_class, "forward", forward_with_our_mask)
+    replace_class_attribute(modeling.Qwen4ExpTextAttention, "forward", attention_forward)
+    replace_class_attribute(modeling.Qwen4ExpTextRotaryEmbedding, "forward", rotary_forward)
+    replace_class_attribute(model_class, "forward", forward_with_our_mask)
     for name in ("Qwen4ExpPreTrainedModel", "Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"):
         _replace_mask_planning(getattr(modeling, name))
-
-
-def _replace(owner: type, name: str, value: Any) -> None:
-    _class_attributes[owner, name] = vars(owner).get(name)
-    setattr(owner, name, value)
 
 
 def _replace_mask_planning(owner: type) -> None:
@@ -290,7 +263,7 @@ def _replace_mask_planning(owner: type) -> None:
         with _our_mask(config.get_text_config()):
             return theirs(config, *args, **kwargs)
 
-    _replace(owner, name, staticmethod(with_our_mask))
+    replace_class_attribute(owner, name, staticmethod(with_our_mask))
 
 
 @contextmanager
