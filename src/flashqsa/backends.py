@@ -11,7 +11,6 @@ from flashqsa.errors import ArgumentError, UnsupportedError
 
 STAGES = ("prepare", "select_blocks", "attend")
 BACKENDS = ("reference", "torch", "triton")
-NO_KERNEL = "this version has no Triton kernel for prepare"
 LEAST_CAPABILITY = (8, 0)
 
 _announced: set[tuple[str, str]] = set()
@@ -88,7 +87,7 @@ def explain(device: torch.device | str = "cpu") -> dict[str, dict[str, str]]:
     where = torch.device(device)
     lines = {}
     for stage in STAGES:
-        refusal = NO_KERNEL if stage == "prepare" else triton_refusal(where)
+        refusal = triton_refusal(where)
         takes_triton = refusal is None and where.type != "cpu"
         lines[stage] = {
             "torch": "refused by auto: kernels are faster"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashqsa.backends import triton_refusal
 from flashqsa.cache.layout import check_page_tokens, ring_capacity
 from flashqsa.checks import expect, expect_int, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError
@@ -12,20 +13,15 @@ from flashqsa.plan.values import check_apart, check_plan_values, check_step_valu
 
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
-REFILLED = (
-    "query_starts",
-    "seq_lens",
-    "page_table",
-    "first_slots",
-    "first_block_slots",
-    "ring_ids",
-    "request_ids",
-    "positions",
-    "visible_blocks",
-    "slot_ids",
-    "closed_block_slot_ids",
-    "ring_slot_ids",
-)
+ROW_TENSORS = {
+    "request_ids": torch.int32,
+    "positions": torch.int64,
+    "visible_blocks": torch.int32,
+    "slot_ids": torch.int64,
+    "closed_block_slot_ids": torch.int64,
+    "ring_slot_ids": torch.int64,
+}
+REFILLED = ("query_starts", "seq_lens", "page_table", "first_slots", "first_block_slots", "ring_ids", *ROW_TENSORS)
 
 
 def plan_step(
@@ -102,8 +98,18 @@ def plan_step(
                 "device; pass the number of packed rows."
             )
         num_rows = int(query_starts[-1])
+    by_kernel = plans_by_kernel(device)
+    given = (query_starts, seq_lens, page_table, first_slots, first_block_slots, ring_ids)
     if first_slots is not None and first_block_slots is None:
-        first_block_slots = first_slots // block_tokens
+        first_block_slots = torch.empty_like(first_slots) if by_kernel else first_slots // block_tokens
+    if by_kernel:
+        row_tensors = _row_buffers(num_rows, device, out)
+    else:
+        row_tensors = _row_tensors(
+            query_starts, seq_lens, page_table, first_slots, first_block_slots, ring_ids,
+            num_rows=num_rows, page_tokens=page_tokens, block_tokens=block_tokens, ring_tokens=ring_tokens,
+            num_pages=num_pages,
+        )  # fmt: skip
     plan = StepPlan(
         query_starts=query_starts,
         seq_lens=seq_lens,
@@ -118,12 +124,15 @@ def plan_step(
         max_seq_len=max_seq_len,
         num_pages=num_pages,
         ring_tokens=ring_tokens,
-        **_row_tensors(
-            query_starts, seq_lens, page_table, first_slots, first_block_slots, ring_ids,
-            num_rows=num_rows, page_tokens=page_tokens, block_tokens=block_tokens, ring_tokens=ring_tokens,
-            num_pages=num_pages,
-        ),
-    )  # fmt: skip
+        **row_tensors,
+    )
+    if out is not None and by_kernel and not values_are_checked(device):
+        _check_refill(where, out, plan)
+        _fill_by_kernel(out, given, num_pages)
+        out.forget_host_copies()
+        return out
+    if by_kernel:
+        _fill_by_kernel(plan, given, num_pages)
     if values_are_checked(device):
         check_plan_values(where, plan)
     return plan if out is None else _refill(where, out, plan)
@@ -293,9 +302,30 @@ def _row_tensors(
     }
 
 
-def _refill(where: str, out: StepPlan, plan: StepPlan) -> StepPlan:
-    """Copy a plan's values into tensors that others already point at."""
-    pairs = []
+def plans_by_kernel(device: torch.device) -> bool:
+    """Whether one kernel makes the plan: on every CUDA device that kernels serve."""
+    return device.type == "cuda" and triton_refusal(device) is None
+
+
+def _row_buffers(num_rows: int, device: torch.device, out: StepPlan | None) -> dict[str, torch.Tensor]:
+    """Per-row tensors for a kernel to fill: those of `out` where nothing is checked first, else new ones."""
+    if out is not None and out.num_rows == num_rows and not values_are_checked(device):
+        return {name: getattr(out, name) for name in ROW_TENSORS}
+    return {name: torch.empty(num_rows, dtype=dtype, device=device) for name, dtype in ROW_TENSORS.items()}
+
+
+def _fill_by_kernel(plan: StepPlan, given: tuple[torch.Tensor | None, ...], num_pages: int | None) -> None:
+    from flashqsa.plan.triton_plan import plan_step_triton
+
+    query_starts, seq_lens, page_table, first_slots, first_block_slots, ring_ids = given
+    plan_step_triton(  # type: ignore[no-untyped-call]
+        query_starts, seq_lens, page_table, plan, num_pages=num_pages, first_slots=first_slots,
+        first_block_slots=first_block_slots, ring_ids=ring_ids,
+    )  # fmt: skip
+
+
+def _check_refill(where: str, out: StepPlan, plan: StepPlan) -> None:
+    """Raise unless `out` can hold `plan`: the same shapes and numbers, bounds no smaller."""
     for name in REFILLED:
         target, source = getattr(out, name), getattr(plan, name)
         if (target is None) != (source is None) or (target is not None and target.shape != source.shape):
@@ -304,7 +334,6 @@ def _refill(where: str, out: StepPlan, plan: StepPlan) -> StepPlan:
                 f"{where}: out must have {name} of the same shape, got {old} for {new}. "
                 "Refill a plan with the shapes that it was made with."
             )
-        pairs.append((target, source))
     for name in ("page_tokens", "block_tokens", "topk_blocks", "ring_tokens"):
         if getattr(out, name) != getattr(plan, name):
             raise ArgumentError(
@@ -317,7 +346,13 @@ def _refill(where: str, out: StepPlan, plan: StepPlan) -> StepPlan:
                 f"{where}: {name} must not exceed the plan's own {getattr(out, name)}, got {getattr(plan, name)}. "
                 "Make the plan with the largest bounds that it will see."
             )
-    for target, source in pairs:
+
+
+def _refill(where: str, out: StepPlan, plan: StepPlan) -> StepPlan:
+    """Copy a plan's values into tensors that others already point at."""
+    _check_refill(where, out, plan)
+    for name in REFILLED:
+        target, source = getattr(out, name), getattr(plan, name)
         if target is not None and target is not source:
             target.copy_(source)
     out.forget_host_copies()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from flashqsa.backends import NO_KERNEL, resolve_backend
+from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import CACHE_DTYPES, FLOAT_DTYPES, expect, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError, DTypeError, ShapeError
 from flashqsa.plan import StepPlan
 from flashqsa.preparation.plain import prepare_torch
 from flashqsa.preparation.reference import prepare_reference
+from flashqsa.preparation.support import prepare_refusal
 from flashqsa.preparation.weights import NormWeights
 from flashqsa.results import Prepared
 from flashqsa.rope import RopeTable
@@ -69,7 +70,8 @@ def prepare(
     dim = cache.head_dim
     if out is not None:
         _check_out(where, out, q_gate, index_qk, dim)
-    backend = resolve_backend(where, backend, cache.device, NO_KERNEL)
+    refusal = prepare_refusal(q_gate, k, v, index_qk, rope, norms, cache, out)
+    backend = resolve_backend(where, backend, cache.device, refusal)
     arguments = (q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan)
     with torch.set_grad_enabled(torch.is_grad_enabled() and out is None and backend == "torch"):
         if backend == "torch":
@@ -80,6 +82,11 @@ def prepare(
                 q=q_gate.new_empty(q_gate[..., :dim].shape),
                 gate=q_gate[..., dim:],
             )
+            if backend == "triton":
+                from flashqsa.preparation.triton_prepare import prepare_triton
+
+                prepare_triton(*arguments, result)  # type: ignore[no-untyped-call]
+                return result
             prepare_reference(*arguments, result)
         if out is not None and out.gate.data_ptr() != q_gate[..., dim:].data_ptr():
             out.gate.copy_(q_gate[..., dim:])
@@ -137,9 +144,8 @@ def _three_axes(
             f"{rope.rotary_dim}. Build the table with the checkpoint's rotary_dim."
         )
     rope_positions = rope_positions if two else rope_positions.expand(3, -1)
-    live = plan.request_ids >= 0
-    if values_are_checked(cache.device) and bool(live.any()):
-        used = rope_positions[:, live]
+    if values_are_checked(cache.device) and bool((plan.request_ids >= 0).any()):
+        used = rope_positions[:, plan.request_ids >= 0]
         if int(used.min()) < 0 or int(used.max()) >= rope.cos_sin.shape[0]:
             raise ArgumentError(
                 f"{where}: rope_positions must be in [0, {rope.cos_sin.shape[0]}), the rows of the table, got "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashqsa.backends import triton_refusal
 from flashqsa.checks import expect, expect_int, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError
 from flashqsa.plan import StepPlan
@@ -38,17 +39,33 @@ def expand_tokens(
     dims = {"T": plan.num_rows}
     tail_tokens = r - 1 if tail_tokens is None else tail_tokens
     expect_int(where, "tail_tokens", tail_tokens, hint="Count the tail's columns.")
-    live = plan.request_ids >= 0
-    tail_starts = selection.visible_blocks.to(torch.int64) * r
-    tail_counts = torch.where(live, plan.positions + 1 - tail_starts, 0)
     if values_are_checked(plan.device) and plan.num_rows:
-        _check_tails(where, tail_counts, tail_tokens)
-    tail_counts = tail_counts.clamp(min=0, max=tail_tokens)
+        _check_tails(where, _tail_counts(selection, plan), tail_tokens)
     width = topk * r + tail_tokens
     if out is None:
         out = torch.empty(plan.num_rows, width + 1, dtype=torch.int32, device=plan.device)
     expect(where, "out", out, f"T {width + 1}", dims, dtypes=(torch.int32,), device=plan.device)
-    from_blocks = torch.where(live, selection.block_counts, 0).to(torch.int64) * r
+    if plan.device.type == "cuda" and triton_refusal(plan.device) is None:
+        from flashqsa.selection.triton_expand import expand_tokens_triton
+
+        expand_tokens_triton(selection, plan, out, tail_tokens=tail_tokens)  # type: ignore[no-untyped-call]
+    else:
+        _expand_tokens_torch(selection, plan, out, tail_tokens)
+    return out
+
+
+def _tail_counts(selection: Selection, plan: StepPlan) -> torch.Tensor:
+    """Tokens of each row from the end of the blocks that its selection saw, [T] int64."""
+    tail_starts = selection.visible_blocks.to(torch.int64) * plan.block_tokens
+    return torch.where(plan.request_ids >= 0, plan.positions + 1 - tail_starts, 0)
+
+
+def _expand_tokens_torch(selection: Selection, plan: StepPlan, out: torch.Tensor, tail_tokens: int) -> None:
+    r, topk = plan.block_tokens, plan.topk_blocks
+    width = topk * r + tail_tokens
+    tail_counts = _tail_counts(selection, plan).clamp(min=0, max=tail_tokens)
+    tail_starts = selection.visible_blocks.to(torch.int64) * r
+    from_blocks = torch.where(plan.request_ids >= 0, selection.block_counts, 0).to(torch.int64) * r
     counts = from_blocks + tail_counts
     column = torch.arange(width, device=plan.device)[None]
     block = selection.block_ids.to(torch.int64)[:, (column[0] // r).clamp(max=topk - 1)]
@@ -57,7 +74,6 @@ def expand_tokens(
     )
     out[:, :width] = torch.where(column < counts[:, None], tokens, -1).to(torch.int32)
     out[:, width] = counts.to(torch.int32)
-    return out
 
 
 def _check_tails(where: str, tail_counts: torch.Tensor, tail_tokens: int) -> None:

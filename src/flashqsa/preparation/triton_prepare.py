@@ -1,0 +1,469 @@
+# mypy: ignore-errors
+"""Preparation on the GPU, one launch: every program does one kind of work, told apart by its number.
+
+- *request* programs, one a request: pool the block that began before the step, then write the request's ring;
+- *block* programs, some rows each: pool the blocks whose members are all rows of the step;
+- *key* programs, some key heads each: norm, rotate and write K, copy V;
+- *index* programs and *query* programs, some heads each: norm and rotate queries (and copy gates where asked for).
+
+Old ring rows are read while new ones are written, in one launch. There is no race, because both belong to the request:
+only its own program reads its ring (a step closes at most one block that began before it) and only that program writes
+it, after a barrier. Blocks of the step's own rows read no ring. No other memory is read by one program and written by
+another.
+
+Bytes: a row reads and writes Hq * D queries, Hkv * D keys and values, Hi * Di index queries; 26 KiB at released shapes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashqsa.checks import FP8
+from flashqsa.preparation.triton_heads import (
+    load_angles,
+    load_parts,
+    load_positions,
+    norm_parts,
+    rotate_parts,
+    store_parts,
+)
+
+TILE_ELEMENTS = 1024
+"""Elements of the heads that one program prepares, about: few registers, so that many programs are resident."""
+
+UNROLLED_MEMBERS = 16
+"""Members of a block up to which pooling asks for all of them at once."""
+
+BLOCK_ROWS = 8
+"""Rows that one program looks at for blocks to pool."""
+
+MOST_RING_ROWS = 16
+"""Ring rows that a request's program writes at once."""
+
+
+@triton.jit
+def _live_rows(request_ids_ptr, rows, there, num_requests):
+    """Which rows belong to a request: padding has none, and an id out of range counts as none."""
+    request = tl.load(request_ids_ptr + rows, mask=there, other=-1)
+    return request, (request >= 0) & (request < num_requests)
+
+
+@triton.jit
+def _page_offsets(slot, num_pages, stride_p, stride_s, PAGE_ROWS: tl.constexpr):
+    """Offset of each slot in a paged tensor, and whether it is one to write."""
+    page = slot // PAGE_ROWS
+    return page * stride_p + (slot % PAGE_ROWS) * stride_s, (slot >= 0) & (page < num_pages)
+
+
+@triton.jit
+def _member(
+    member, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    RING_TOKENS: tl.constexpr, FROM_RING: tl.constexpr,
+):  # fmt: skip
+    """One raw key of each block, fp32: from the step's rows, or from the ring where it is older than the step."""
+    row = first_row + member
+    in_step = live & (row >= start)
+    first, second, rest = load_parts(index_ptr, row * stride_it, in_step, HALF, REST, BLOCK_HALF, BLOCK_REST)
+    if FROM_RING:
+        at = ring_at + (began + member) % RING_TOKENS * stride_rs
+        a, b, c = load_parts(ring_ptr, at, live & (row < start), HALF, REST, BLOCK_HALF, BLOCK_REST)
+        first = tl.where(in_step[:, None], first, a)
+        second = tl.where(in_step[:, None], second, b)
+        rest = tl.where(in_step[:, None], rest, c)
+    return first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
+
+
+@triton.jit
+def _mean_of_members(
+    first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
+    BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, RING_TOKENS: tl.constexpr, FROM_RING: tl.constexpr,
+):  # fmt: skip
+    """Mean of the raw keys of blocks, summed in the order of their tokens in fp32, rounded to the model dtype."""
+    dtype: tl.constexpr = index_ptr.dtype.element_ty
+    first, second, rest = _member(0, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
+                                  HALF, REST, BLOCK_HALF, BLOCK_REST, RING_TOKENS, FROM_RING)  # fmt: skip
+    if UNROLLED:
+        for member in tl.static_range(1, BLOCK_TOKENS):
+            a, b, c = _member(member, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
+                              HALF, REST, BLOCK_HALF, BLOCK_REST, RING_TOKENS, FROM_RING)  # fmt: skip
+            first, second, rest = first + a, second + b, rest + c
+    else:
+        for member in tl.range(1, BLOCK_TOKENS):
+            a, b, c = _member(member, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
+                              HALF, REST, BLOCK_HALF, BLOCK_REST, RING_TOKENS, FROM_RING)  # fmt: skip
+            first, second, rest = first + a, second + b, rest + c
+    first = tl.math.div_rn(first, tl.full(first.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
+    second = tl.math.div_rn(second, tl.full(second.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
+    rest = tl.math.div_rn(rest, tl.full(rest.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
+    return first, second, rest
+
+
+@triton.jit
+def _store_block_keys(
+    first, second, rest, keys_at, time, height, width, live, weight_ptr, eps, table_ptr, stride_table, last_position,
+    keys_ptr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate the means of blocks, at the positions of their first tokens, and store them."""
+    first, second, rest = norm_parts(first, second, rest, weight_ptr, eps, HALF, REST, BLOCK_HALF, BLOCK_REST)
+    cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, live, HALF, BLOCK_HALF, HEIGHTS,
+                           WIDTHS)  # fmt: skip
+    first, second = rotate_parts(first, second, cos, sin)
+    store_parts(keys_ptr, keys_at, live, first, second, rest, HALF, REST, BLOCK_HALF, BLOCK_REST)
+
+
+@triton.jit
+def _close_blocks(
+    tile, num_rows, num_requests, request_ids_ptr, closed_ptr, query_starts_ptr, index_ptr, stride_it, keys_ptr,
+    num_block_pages, stride_bp, stride_bs, positions_ptr, stride_pa, stride_pt, weight_ptr, eps, table_ptr,
+    stride_table, last_position,
+    ROWS: tl.constexpr, PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
+    HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
+):  # fmt: skip
+    """Pool the blocks that some rows close and whose members are all rows of the step."""
+    rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = rows < num_rows
+    request, live = _live_rows(request_ids_ptr, rows, there, num_requests)
+    slot = tl.load(closed_ptr + rows, mask=there, other=-1)
+    start = tl.load(query_starts_ptr + request, mask=live, other=0)
+    at, placed = _page_offsets(slot, num_block_pages, stride_bp, stride_bs, PAGE_BLOCKS)
+    first_row = rows - (BLOCK_TOKENS - 1)
+    closes = live & placed & (first_row >= tl.maximum(start, 0))
+    if tl.max(closes.to(tl.int32), 0) > 0:
+        first, second, rest = _mean_of_members(
+            first_row, start, index_ptr, stride_it, index_ptr, at, at, 0, closes, BLOCK_TOKENS, UNROLLED, HALF, REST,
+            BLOCK_HALF, BLOCK_REST, 1, False,
+        )  # fmt: skip
+        time, height, width = load_positions(positions_ptr, first_row * stride_pt, stride_pa, closes, AXES)
+        _store_block_keys(
+            first, second, rest, at, time, height, width, closes, weight_ptr, eps, table_ptr, stride_table,
+            last_position, keys_ptr, HALF, REST, BLOCK_HALF, BLOCK_REST, HEIGHTS, WIDTHS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _close_open_block(
+    start, end, own, ring_id, token_positions_ptr, closed_ptr, index_ptr, stride_it, ring_ptr, stride_rr, stride_rs,
+    num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages, stride_bp, stride_bs, weight_ptr,
+    eps, table_ptr, stride_table, last_position,
+    PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr, RING_TOKENS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
+    HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
+):  # fmt: skip
+    """Pool the block of a request that began before the step, if the step closes it."""
+    position = tl.load(token_positions_ptr + start, mask=own, other=0)
+    older = position % BLOCK_TOKENS
+    row = start + BLOCK_TOKENS - 1 - older
+    if own & (older > 0) & (row < end) & (ring_id >= 0) & (ring_id < num_rings):
+        one = tl.arange(0, 1)
+        slot = tl.load(closed_ptr + row + one)
+        at, live = _page_offsets(slot, num_block_pages, stride_bp, stride_bs, PAGE_BLOCKS)
+        began = position - older + one  # token of the first member; the ring holds it at began % RING_TOKENS
+        ring = ring_id.to(tl.int64) + one
+        first, second, rest = _mean_of_members(
+            start - older + one, start, index_ptr, stride_it, ring_ptr, ring * stride_rr, began, stride_rs, live,
+            BLOCK_TOKENS, UNROLLED, HALF, REST, BLOCK_HALF, BLOCK_REST, RING_TOKENS, True,
+        )  # fmt: skip
+        place = ring * stride_sr + began % RING_TOKENS * stride_ss
+        time, height, width = load_positions(ring_positions_ptr, place, 1, live, AXES)
+        _store_block_keys(
+            first, second, rest, at, time, height, width, live, weight_ptr, eps, table_ptr, stride_table,
+            last_position, keys_ptr, HALF, REST, BLOCK_HALF, BLOCK_REST, HEIGHTS, WIDTHS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_ring_rows(
+    first_row, end, num_requests, request_ids_ptr, ring_slots_ptr, index_ptr, stride_it, positions_ptr, stride_pa,
+    stride_pt,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Ring slot (-1 for none), raw key and rotary positions of some of a request's rows."""
+    rows = first_row + tl.arange(0, ROWS)
+    there = rows < end
+    _, live = _live_rows(request_ids_ptr, rows, there, num_requests)
+    slot = tl.load(ring_slots_ptr + rows, mask=there, other=-1)
+    d = tl.arange(0, BLOCK_D)
+    keys = tl.load(index_ptr + (rows * stride_it)[:, None] + d[None, :], mask=there[:, None] & (d < DIM)[None, :])
+    time, height, width = load_positions(positions_ptr, rows * stride_pt, stride_pa, there, 3)
+    return tl.where(live, slot, -1), keys, time, height, width
+
+
+@triton.jit
+def _store_ring_rows(
+    slot, keys, time, height, width, ring_ptr, stride_rr, stride_rs, num_rings, ring_positions_ptr, stride_sr,
+    stride_ss,
+    RING_TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write what `_load_ring_rows` loaded."""
+    at, kept = _page_offsets(slot, num_rings, stride_rr, stride_rs, RING_TOKENS)
+    d = tl.arange(0, BLOCK_D)
+    tl.store(ring_ptr + at[:, None] + d[None, :], keys, mask=kept[:, None] & (d < DIM)[None, :])
+    at, _ = _page_offsets(slot, num_rings, stride_sr, stride_ss, RING_TOKENS)
+    tl.store(ring_positions_ptr + at, time, mask=kept)
+    tl.store(ring_positions_ptr + at + 1, height, mask=kept)
+    tl.store(ring_positions_ptr + at + 2, width, mask=kept)
+
+
+@triton.jit
+def _heads_of_tile(tile, num_rows, num_requests, request_ids_ptr, HEADS: tl.constexpr, PAIRS: tl.constexpr):
+    """Row and head of each (row, head) pair of a tile, which exist, and which are live."""
+    pair = tile.to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    row = pair // HEADS
+    there = row < num_rows
+    _, live = _live_rows(request_ids_ptr, row, there, num_requests)
+    return row, pair % HEADS, there, live
+
+
+@triton.jit
+def _normed_and_rotated(
+    x_ptr, x_at, row, there, weight_ptr, eps, positions_ptr, stride_pa, stride_pt, table_ptr, stride_table,
+    last_position,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
+    HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
+):  # fmt: skip
+    """Parts of heads at offsets `x_at`, normed and rotated, fp32.
+
+    Rows of padding too, so that no load waits to learn which rows those are; they may hold anything.
+    """
+    first, second, rest = load_parts(x_ptr, x_at, there, HALF, REST, BLOCK_HALF, BLOCK_REST)
+    time, height, width = load_positions(positions_ptr, row * stride_pt, stride_pa, there, AXES)
+    cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, there, HALF, BLOCK_HALF,
+                           HEIGHTS, WIDTHS)  # fmt: skip
+    first, second, rest = norm_parts(first, second, rest, weight_ptr, eps, HALF, REST, BLOCK_HALF, BLOCK_REST)
+    first, second = rotate_parts(first, second, cos, sin)
+    return first, second, rest
+
+
+@triton.jit
+def _scaled(x, scale_ptr, scale, MODE: tl.constexpr):
+    """Divided by a scale that is a number (1) or a tensor on the device (2); 0 is none."""
+    if MODE == 0:
+        return x
+    else:
+        if MODE == 2:
+            scale = tl.load(scale_ptr)
+        return tl.math.div_rn(x, tl.zeros(x.shape, tl.float32) + scale)
+
+
+@triton.jit
+def _write_keys(
+    tile, num_rows, num_requests, request_ids_ptr, slot_ids_ptr, k_ptr, stride_kt, stride_kh, v_ptr, stride_vt,
+    stride_vh, k_pages_ptr, stride_kp, stride_ks, stride_kg, v_pages_ptr, stride_vp, stride_vs, stride_vg, num_pages,
+    weight_ptr, eps, k_scale_ptr, k_scale, v_scale_ptr, v_scale, positions_ptr, stride_pa, stride_pt, table_ptr,
+    stride_table, last_position,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, PAGE_TOKENS: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
+    HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate some heads of K and store them in their pages, V beside them."""
+    row, head, there, live = _heads_of_tile(tile, num_rows, num_requests, request_ids_ptr, HEADS, PAIRS)
+    slot = tl.load(slot_ids_ptr + row, mask=there, other=-1)
+    k_at, placed = _page_offsets(slot, num_pages, stride_kp, stride_ks, PAGE_TOKENS)
+    v_at, _ = _page_offsets(slot, num_pages, stride_vp, stride_vs, PAGE_TOKENS)
+    live = live & placed
+    first, second, rest = load_parts(v_ptr, row * stride_vt + head * stride_vh, there, HALF, REST, BLOCK_HALF,
+                                     BLOCK_REST)  # fmt: skip
+    first = _scaled(first.to(tl.float32), v_scale_ptr, v_scale, V_SCALED)
+    second = _scaled(second.to(tl.float32), v_scale_ptr, v_scale, V_SCALED)
+    rest = _scaled(rest.to(tl.float32), v_scale_ptr, v_scale, V_SCALED)
+    store_parts(v_pages_ptr, v_at + head * stride_vg, live, first, second, rest, HALF, REST, BLOCK_HALF, BLOCK_REST)
+    first, second, rest = _normed_and_rotated(
+        k_ptr, row * stride_kt + head * stride_kh, row, there, weight_ptr, eps, positions_ptr, stride_pa, stride_pt,
+        table_ptr, stride_table, last_position, HALF, REST, BLOCK_HALF, BLOCK_REST, AXES, HEIGHTS, WIDTHS,
+    )  # fmt: skip
+    first = _scaled(first, k_scale_ptr, k_scale, K_SCALED)
+    second = _scaled(second, k_scale_ptr, k_scale, K_SCALED)
+    rest = _scaled(rest, k_scale_ptr, k_scale, K_SCALED)
+    store_parts(k_pages_ptr, k_at + head * stride_kg, live, first, second, rest, HALF, REST, BLOCK_HALF, BLOCK_REST)
+
+
+@triton.jit
+def _prepare_queries(
+    tile, num_rows, num_requests, request_ids_ptr, x_ptr, stride_xt, stride_xh, out_ptr, stride_ot, stride_oh,
+    gate_ptr, out_gate_ptr, stride_gt, stride_gh, weight_ptr, eps, positions_ptr, stride_pa, stride_pt, table_ptr,
+    stride_table, last_position,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, COPY_GATE: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
+    HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate some query heads, zeros in rows of padding; copy their gates if asked to, of all rows."""
+    row, head, there, live = _heads_of_tile(tile, num_rows, num_requests, request_ids_ptr, HEADS, PAIRS)
+    at = row * stride_xt + head * stride_xh
+    if COPY_GATE:
+        first, second, rest = load_parts(gate_ptr, at, there, HALF, REST, BLOCK_HALF, BLOCK_REST)
+        store_parts(out_gate_ptr, row * stride_gt + head * stride_gh, there, first, second, rest, HALF, REST,
+                    BLOCK_HALF, BLOCK_REST)  # fmt: skip
+    first, second, rest = _normed_and_rotated(
+        x_ptr, at, row, there, weight_ptr, eps, positions_ptr, stride_pa, stride_pt, table_ptr, stride_table,
+        last_position, HALF, REST, BLOCK_HALF, BLOCK_REST, AXES, HEIGHTS, WIDTHS,
+    )  # fmt: skip
+    live = live[:, None]
+    first, second, rest = tl.where(live, first, 0.0), tl.where(live, second, 0.0), tl.where(live, rest, 0.0)
+    store_parts(out_ptr, row * stride_ot + head * stride_oh, there, first, second, rest, HALF, REST, BLOCK_HALF,
+                BLOCK_REST)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[
+    "num_rows", "num_requests", "last_position", "num_pages", "num_block_pages", "num_rings", "end_requests",
+    "end_blocks", "end_keys", "end_index",
+])  # fmt: skip
+def _prepare_kernel(
+    q_gate_ptr, k_ptr, v_ptr, index_ptr, raw_ptr, positions_ptr, table_ptr, q_weight_ptr, k_weight_ptr,
+    index_q_weight_ptr, index_k_weight_ptr, gate_ptr, out_q_ptr, out_gate_ptr, out_index_ptr, k_pages_ptr, v_pages_ptr,
+    keys_ptr, ring_ptr, ring_positions_ptr, k_scale_ptr, v_scale_ptr, request_ids_ptr, token_positions_ptr,
+    slot_ids_ptr, closed_ptr, ring_slots_ptr, query_starts_ptr, ring_ids_ptr, eps, k_scale, v_scale, num_rows,
+    num_requests, last_position, num_pages, num_block_pages, num_rings, end_requests, end_blocks, end_keys, end_index,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_it, stride_ih, stride_pa, stride_pt,
+    stride_table, stride_ot, stride_oh, stride_gt, stride_gh, stride_nt, stride_nh, stride_kp, stride_ks, stride_kg,
+    stride_vp, stride_vs, stride_vg, stride_bp, stride_bs, stride_rr, stride_rs, stride_sr, stride_ss,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, DIM: tl.constexpr,
+    INDEX_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_INDEX_REST: tl.constexpr, BLOCK_INDEX_DIM: tl.constexpr, PAIRS: tl.constexpr, INDEX_PAIRS: tl.constexpr,
+    AXES: tl.constexpr, HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, RING_TOKENS: tl.constexpr, HAS_RING: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, POOLS_OPEN: tl.constexpr, COPY_GATE: tl.constexpr, K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr, BLOCK_ROWS: tl.constexpr, RING_ROWS: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    REST: tl.constexpr = DIM - 2 * HALF
+    INDEX_REST: tl.constexpr = INDEX_DIM - 2 * HALF
+    if pid < end_requests:
+        if HAS_RING:
+            start = tl.maximum(tl.load(query_starts_ptr + pid), 0).to(tl.int64)
+            end = tl.minimum(tl.load(query_starts_ptr + pid + 1), num_rows).to(tl.int64)
+            first_row = tl.maximum(start, end - RING_TOKENS)
+            slot, raw_keys, time, height, width = _load_ring_rows(
+                first_row, end, num_requests, request_ids_ptr, ring_slots_ptr, raw_ptr, stride_it, positions_ptr,
+                stride_pa, stride_pt, RING_ROWS, INDEX_DIM, BLOCK_INDEX_DIM,
+            )  # fmt: skip
+            if POOLS_OPEN:
+                ring_id = tl.load(ring_ids_ptr + pid)
+                _, own = _live_rows(request_ids_ptr, start, start < end, num_requests)
+                _close_open_block(
+                    start, end, own, ring_id, token_positions_ptr, closed_ptr, raw_ptr, stride_it, ring_ptr, stride_rr,
+                    stride_rs, num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages,
+                    stride_bp, stride_bs, index_k_weight_ptr, eps, table_ptr, stride_table, last_position, PAGE_BLOCKS,
+                    BLOCK_TOKENS, UNROLLED, RING_TOKENS, HALF, INDEX_REST, BLOCK_HALF, BLOCK_INDEX_REST, AXES, HEIGHTS,
+                    WIDTHS,
+                )  # fmt: skip
+                tl.debug_barrier()  # all threads have read the old ring before one of them writes it
+            _store_ring_rows(slot, raw_keys, time, height, width, ring_ptr, stride_rr, stride_rs, num_rings,
+                             ring_positions_ptr, stride_sr, stride_ss, RING_TOKENS, INDEX_DIM,
+                             BLOCK_INDEX_DIM)  # fmt: skip
+            for row in tl.range(first_row + RING_ROWS, end, RING_ROWS):
+                slot, raw_keys, time, height, width = _load_ring_rows(
+                    row, end, num_requests, request_ids_ptr, ring_slots_ptr, raw_ptr, stride_it, positions_ptr,
+                    stride_pa, stride_pt, RING_ROWS, INDEX_DIM, BLOCK_INDEX_DIM,
+                )  # fmt: skip
+                _store_ring_rows(slot, raw_keys, time, height, width, ring_ptr, stride_rr, stride_rs, num_rings,
+                                 ring_positions_ptr, stride_sr, stride_ss, RING_TOKENS, INDEX_DIM,
+                                 BLOCK_INDEX_DIM)  # fmt: skip
+    elif pid < end_blocks:
+        if HAS_BLOCKS:
+            _close_blocks(
+                pid - end_requests, num_rows, num_requests, request_ids_ptr, closed_ptr, query_starts_ptr, raw_ptr,
+                stride_it, keys_ptr, num_block_pages, stride_bp, stride_bs, positions_ptr, stride_pa, stride_pt,
+                index_k_weight_ptr, eps, table_ptr, stride_table, last_position, BLOCK_ROWS, PAGE_BLOCKS, BLOCK_TOKENS,
+                UNROLLED, HALF, INDEX_REST, BLOCK_HALF, BLOCK_INDEX_REST, AXES, HEIGHTS, WIDTHS,
+            )  # fmt: skip
+    elif pid < end_keys:
+        _write_keys(
+            pid - end_blocks, num_rows, num_requests, request_ids_ptr, slot_ids_ptr, k_ptr, stride_kt, stride_kh, v_ptr,
+            stride_vt, stride_vh, k_pages_ptr, stride_kp, stride_ks, stride_kg, v_pages_ptr, stride_vp, stride_vs,
+            stride_vg, num_pages, k_weight_ptr, eps, k_scale_ptr, k_scale, v_scale_ptr, v_scale, positions_ptr,
+            stride_pa, stride_pt, table_ptr, stride_table, last_position, KV_HEADS, PAIRS, PAGE_TOKENS, K_SCALED,
+            V_SCALED, HALF, REST, BLOCK_HALF, BLOCK_REST, AXES, HEIGHTS, WIDTHS,
+        )  # fmt: skip
+    elif pid < end_index:
+        _prepare_queries(
+            pid - end_keys, num_rows, num_requests, request_ids_ptr, index_ptr, stride_it, stride_ih, out_index_ptr,
+            stride_nt, stride_nh, index_ptr, out_index_ptr, 0, 0, index_q_weight_ptr, eps, positions_ptr, stride_pa,
+            stride_pt, table_ptr, stride_table, last_position, INDEX_HEADS, INDEX_PAIRS, False, HALF, INDEX_REST,
+            BLOCK_HALF, BLOCK_INDEX_REST, AXES, HEIGHTS, WIDTHS,
+        )  # fmt: skip
+    else:
+        _prepare_queries(
+            pid - end_index, num_rows, num_requests, request_ids_ptr, q_gate_ptr, stride_qt, stride_qh, out_q_ptr,
+            stride_ot, stride_oh, gate_ptr, out_gate_ptr, stride_gt, stride_gh, q_weight_ptr, eps, positions_ptr,
+            stride_pa, stride_pt, table_ptr, stride_table, last_position, Q_HEADS, PAIRS, COPY_GATE, HALF, REST,
+            BLOCK_HALF, BLOCK_REST, AXES, HEIGHTS, WIDTHS,
+        )  # fmt: skip
+
+
+def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan, out):
+    """Fill `out` and the caches. Arguments as in `prepare`, checked already, with `rope_positions` [3, T].
+
+    Where `out.gate` is not the projected gate itself, gates are copied there.
+    """
+    rows, q_heads = q_gate.shape[:2]
+    kv_heads, dim = k.shape[1:]
+    index_heads, index_dim = index_qk.shape[1] - 1, index_qk.shape[2]
+    half = rope.rotary_dim // 2
+    section = rope.mrope_section or (0, 0, 0)
+    gate = q_gate[..., dim:]
+    keys, ring, ring_positions = cache.block_keys, cache.ring, cache.ring_positions
+    pools_open = keys is not None and ring is not None and plan.ring_ids is not None
+    pairs, index_pairs = _pairs(dim), _pairs(index_dim)
+    end_requests = plan.num_requests if ring is not None and rows else 0
+    end_blocks = end_requests + (-(-rows // BLOCK_ROWS) if keys is not None else 0)
+    end_keys = end_blocks + -(-rows * kv_heads // pairs)
+    end_index = end_keys + -(-rows * index_heads // index_pairs)
+    grid = end_index + -(-rows * q_heads // pairs)
+    if grid == 0:
+        return
+    k_pages, v_pages, out_index_q = (_writable(x) for x in (cache.k_pages, cache.v_pages, out.index_q))
+    block_keys = _writable(keys) if keys is not None else index_qk  # what is not there needs an address still
+    if ring is None:
+        ring, ring_positions = index_qk, plan.positions[None]
+    k_mode, v_mode = _scale_mode(cache.k_scale), _scale_mode(cache.v_scale)
+    _prepare_kernel[(grid,)](
+        q_gate, k, v, index_qk, index_qk[:, -1], rope_positions, rope.cos_sin, norms.q, norms.k, norms.index_q,
+        norms.index_k, gate, out.q, out.gate, out_index_q, k_pages, v_pages, block_keys, ring, ring_positions,
+        cache.k_scale if k_mode == 2 else norms.k, cache.v_scale if v_mode == 2 else norms.k, plan.request_ids,
+        plan.positions, plan.slot_ids, plan.closed_block_slot_ids, plan.ring_slot_ids, plan.query_starts,
+        plan.ring_ids if pools_open else plan.query_starts, norms.eps, float(cache.k_scale) if k_mode == 1 else 1.0,
+        float(cache.v_scale) if v_mode == 1 else 1.0, rows, plan.num_requests, rope.cos_sin.shape[0] - 1,
+        k_pages.shape[0], block_keys.shape[0], ring.shape[0], end_requests, end_blocks, end_keys, end_index,
+        *q_gate.stride()[:2], *k.stride()[:2], *v.stride()[:2], *index_qk.stride()[:2], *rope_positions.stride(),
+        rope.cos_sin.stride(0), *out.q.stride()[:2], *out.gate.stride()[:2], *out.index_q.stride()[:2],
+        *k_pages.stride()[:3], *v_pages.stride()[:3], *block_keys.stride()[:2], *ring.stride()[:2],
+        *ring_positions.stride()[:2],
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, INDEX_HEADS=index_heads, DIM=dim, INDEX_DIM=index_dim, HALF=half,
+        BLOCK_HALF=_padded(half), BLOCK_REST=_padded(dim - 2 * half), BLOCK_INDEX_REST=_padded(index_dim - 2 * half),
+        BLOCK_INDEX_DIM=_padded(index_dim), PAIRS=pairs, INDEX_PAIRS=index_pairs,
+        AXES=3 if max(section[1:]) > 0 else 1, HEIGHTS=section[1], WIDTHS=section[2], PAGE_TOKENS=k_pages.shape[1],
+        PAGE_BLOCKS=block_keys.shape[1], BLOCK_TOKENS=plan.block_tokens, RING_TOKENS=ring.shape[1],
+        HAS_RING=cache.ring is not None, HAS_BLOCKS=keys is not None, POOLS_OPEN=pools_open,
+        COPY_GATE=out.gate.data_ptr() != gate.data_ptr(), K_SCALED=k_mode, V_SCALED=v_mode, BLOCK_ROWS=BLOCK_ROWS,
+        RING_ROWS=min(MOST_RING_ROWS, _padded(ring.shape[1])), UNROLLED=plan.block_tokens <= UNROLLED_MEMBERS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _padded(size):
+    return triton.next_power_of_2(max(size, 1))
+
+
+def _pairs(dim):
+    """Heads of a tile."""
+    return max(1, min(32, TILE_ELEMENTS // _padded(dim)))
+
+
+def _scale_mode(scale):
+    """How the kernel gets a scale: 0 there is none, 1 as a number, 2 as a tensor that stays on its device."""
+    if scale is None:
+        return 0
+    return 2 if isinstance(scale, torch.Tensor) else 1
+
+
+def _writable(x):
+    """Float8 as the device can write it: as it is where the architecture converts, else as bytes."""
+    if x.dtype != FP8:
+        return x
+    native = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return x if native else x.view(torch.uint8)
