@@ -2,7 +2,7 @@
 
 from flashqsa.attention import attend, attend_tokens, merge_partials
 from flashqsa.backends import explain
-from flashqsa.cache import CacheLayout, LayerCache, ring_capacity
+from flashqsa.cache import CacheLayout, ExportedRequest, LayerCache, PagedPool, PoolFullError, Prefix, ring_capacity
 from flashqsa.config import QSAConfig
 from flashqsa.errors import FlashQSAError
 from flashqsa.layer import QSAAttention, QSAIndexer
@@ -17,9 +17,13 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CacheLayout",
+    "ExportedRequest",
     "FlashQSAError",
     "LayerCache",
     "NormWeights",
+    "PagedPool",
+    "PoolFullError",
+    "Prefix",
     "Prepared",
     "QSAAttention",
     "QSAConfig",
