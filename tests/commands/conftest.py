@@ -84,3 +84,29 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
         assert re.search(told, captured.err), captured.err
 
     return run
+
+
+def _form_errors(value: Any, form: Any, where: str) -> list[str]:
+    if isinstance(form, dict):
+        if not isinstance(value, dict) or set(value) != set(form):
+            return [f"{where}: {value!r} has not the names {sorted(form)}"]
+        return [error for name in form for error in _form_errors(value[name], form[name], f"{where}.{name}")]
+    if isinstance(form, list):
+        if not isinstance(value, list):
+            return [f"{where}: {value!r} is no list"]
+        return [error for i, item in enumerate(value) for error in _form_errors(item, form[0], f"{where}[{i}]")]
+    if isinstance(form, tuple):
+        fits = any(not _form_errors(value, one, where) for one in form)
+        return [] if fits else [f"{where}: {value!r} is none of {form}"]
+    fits = value is None if form is None else type(value) is form or (form is float and type(value) is int)
+    return [] if fits else [f"{where}: {value!r} is not {form}"]
+
+
+@pytest.fixture
+def assert_form() -> Callable[[Any, Any], None]:
+    """Compares parsed JSON with its form: types, {name: form}, [form of every item], (one form, or another)."""
+
+    def check(value: Any, form: Any) -> None:
+        assert _form_errors(value, form, "$") == []
+
+    return check

@@ -17,7 +17,7 @@ from flashqsa.errors import FlashQSAError
 if TYPE_CHECKING:
     import typer
 
-CLI_MODULES = ("typer", "rich", "psutil", "transformers", "safetensors", "tokenizers", "jinja2")
+CLI_MODULES = ("typer", "rich", "psutil", "transformers", "safetensors", "tokenizers", "jinja2", "matplotlib")
 """Top-level modules that the `cli` extra installs."""
 
 
@@ -58,6 +58,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
+    from flashqsa.commands.doctor import doctor
     from flashqsa.commands.generate import generate
     from flashqsa.commands.tiny import tiny
 
@@ -81,6 +82,7 @@ def build_app() -> typer.Typer:
     ) -> None:
         """Options of the program itself."""
 
+    app.command(help="Tell what is installed and usable here, and what to do about what is not.")(doctor)
     app.command(help="Write a small random qwen4_exp checkpoint into DIRECTORY.")(tiny)
     app.command(help="Generate from CHECKPOINT, greedily; with --compare, beside stock transformers.")(generate)
     return app
