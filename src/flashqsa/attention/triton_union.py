@@ -186,6 +186,6 @@ def union_lists(tokens, plan, page_tokens, tile_rows):
         BLOCK_TOKENS=tokens.unit_tokens, PAGE_TOKENS=page_tokens, PAGED=paged, TILE_ROWS=tile_rows,
         LEAST_ROWS=LEAST_ROWS, ROW_BITS=ROW_BITS, TOPK=topk, ROWS_P2=rows_p2, TOPK_P2=topk_p2,
         ROUNDS=rows_p2.bit_length() - 1, CHUNK=min(size, 2048),
-        num_warps=16 if size > 8192 else 8 if size > 2048 else 4,
+        num_warps=16 if size > 8192 else 8 if size > 2048 else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return UnionLists(first_rows, row_counts, counts, slots, bits, tile_rows)
