@@ -214,6 +214,7 @@ class _StableTopK(TorchFunctionMode):
 @pytest.fixture(autouse=True)
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[list[Selected]]]:
     """Makes transformers the oracle, and gives a context that lists what each QSA layer selects, on either side."""
+    hf.acceptance.accept(modeling)  # before anything is patched, and not to be listened to
     listening: list[list[Selected]] = []
     stock_forward, our_select = modeling.Qwen4ExpTextQSAIndexer.forward, seam.select_blocks
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from flashqsa.config import QSAConfig
 from flashqsa.errors import ArgumentError, UnsupportedError
+from flashqsa.integrations.hf.acceptance import accept
 from flashqsa.integrations.hf.angles import rotary_forward
 from flashqsa.integrations.hf.following import unfollow_caches, users
 from flashqsa.integrations.hf.forward import attention_forward
@@ -68,6 +69,7 @@ def enable(model: Any = None, *, selector: Selector | None = None, budget_tokens
     """
     settings = checked_settings(selector, budget_tokens)
     modeling = _modeling()
+    accept(modeling)
     if model is None:
         _register_mask()
         _enable_classes(modeling)
