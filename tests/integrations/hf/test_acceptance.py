@@ -71,10 +71,11 @@ def test_a_missing_class_is_named(monkeypatch: pytest.MonkeyPatch, refuses: Any)
         hf.enable()
 
 
-def _other_scale(self: Any, config: Any, layer_idx: int, theirs: Any = ATTENTION.__init__) -> None:
-    theirs(self, config, layer_idx)
-    theirs_too = self.forward
-    self.forward = lambda *args, **kwargs: (1.001 * theirs_too(*args, **kwargs)[0], None)
+def _larger(self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any = None) -> Any:
+    return 1.001 * _THEIRS(self, hidden_states, position_embeddings, attention_mask, cache)[0], None
+
+
+_THEIRS = ATTENTION.forward
 
 
 def test_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch, refuses: Any) -> None:
@@ -88,7 +89,7 @@ def test_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch, refuses: An
     for owner, name, value in (
         (modeling, "rotate_half", lambda x: -rotate_half(x)),
         (modeling.Qwen4ExpTextQSAIndexer, "__init__", smaller_budget),
-        (ATTENTION, "__init__", _other_scale),
+        (ATTENTION, "forward", _larger),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, value)
