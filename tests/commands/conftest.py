@@ -110,3 +110,51 @@ def assert_form() -> Callable[[Any, Any], None]:
         assert _form_errors(value, form, "$") == []
 
     return check
+
+
+NEEDLE, QUESTION = "\nZQXZXQXZZQXQZXXQZQXZ\n", "\n????????????????????????"
+PLANTED_LAYER, OTHER_LAYER = 3, 7
+
+
+@torch.no_grad()
+def _plant(path: Path) -> None:
+    """Makes one indexer point from QUESTION at NEEDLE: a direction of its input that tells each from other text.
+
+    Its keys and queries are large in one dimension that does not rotate where their text stands, and noise elsewhere.
+    """
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    from flashqsa.commands.needle_prompt import FILLER
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    filler = " ".join(FILLER[:8])
+    texts = (filler, NEEDLE, filler, QUESTION)
+    pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    kinds = torch.tensor([kind for kind, piece in enumerate(pieces) for _ in piece])
+    indexer = model.model.layers[PLANTED_LAYER].self_attn.indexer
+    seen: list[torch.Tensor] = []
+    hook = indexer.index_qk_proj.register_forward_hook(lambda module, args, out: seen.append(args[0][0].double()))
+    model(torch.tensor([[token_id for piece in pieces for token_id in piece]]))
+    hook.remove()
+    hidden = seen[0]
+    gram = hidden.T @ hidden + 1e-2 * torch.eye(hidden.shape[1], dtype=torch.float64)
+    directions = [torch.linalg.solve(gram, hidden.T @ (kinds == kind).double()) for kind in (1, 3)]
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.{PLANTED_LAYER}.self_attn.indexer.index_qk_proj.weight"
+    weight = 0.02 * tensors[name].view(-1, indexer.index_head_dim, hidden.shape[1])
+    weight[:-1, -1], weight[-1, -1] = 20 * directions[1].float(), 20 * directions[0].float()
+    tensors[name] = weight.flatten(0, 1).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="session")
+def planted_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers; the rows of QUESTION select the blocks of NEEDLE in PLANTED_LAYER, and nothing is known of 7."""
+    pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("planted") / "tiny"
+    write_tiny_checkpoint(path, TinyOptions(layers=8, budget=64))
+    _plant(path)
+    return path

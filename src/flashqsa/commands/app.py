@@ -60,6 +60,7 @@ def build_app() -> typer.Typer:
 
     from flashqsa.commands.doctor import doctor
     from flashqsa.commands.generate import generate
+    from flashqsa.commands.needle import needle
     from flashqsa.commands.tiny import tiny
 
     app = typer.Typer(
@@ -85,6 +86,9 @@ def build_app() -> typer.Typer:
     app.command(help="Tell what is installed and usable here, and what to do about what is not.")(doctor)
     app.command(help="Write a small random qwen4_exp checkpoint into DIRECTORY.")(tiny)
     app.command(help="Generate from CHECKPOINT, greedily; with --compare, beside stock transformers.")(generate)
+    app.command(help="Tell whether a needle in a long prompt is among what the final rows of CHECKPOINT select.")(
+        needle
+    )
     return app
 
 
