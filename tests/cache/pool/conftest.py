@@ -34,9 +34,14 @@ CONFIG = QSAConfig(
     block_tokens=4, rotary_dim=6, mrope_section=(1, 1, 1), max_positions=POSITIONS, qsa_layer_ids=LAYER_IDS,
 )  # fmt: skip
 """Blocks of 4 tokens, of which a row selects 5."""
-ROPE = RopeTable.build(
-    CONFIG.rope_parameters, rotary_dim=CONFIG.rotary_dim, num_positions=POSITIONS, mrope_section=CONFIG.mrope_section
-)
+
+
+@functools.cache
+def rope_table(device: torch.device) -> RopeTable:
+    return RopeTable.build(
+        CONFIG.rope_parameters, rotary_dim=CONFIG.rotary_dim, num_positions=POSITIONS,
+        mrope_section=CONFIG.mrope_section, device=device,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,11 @@ class Projections:
 
 
 @functools.cache
-def projections(layer_id: int, dtype: torch.dtype) -> Projections:
+def projections(layer_id: int, dtype: torch.dtype, device: torch.device) -> Projections:
     g, c = stream(layer_id), CONFIG
 
     def draw(*shape: int, std: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, generator=g) * std).to(dtype)
+        return (torch.randn(shape, generator=g) * std).to(device=device, dtype=dtype)
 
     norms = NormWeights(*(draw(n, std=0.2) for n in (c.head_dim, c.head_dim, c.index_head_dim, c.index_head_dim)))
     return Projections(
@@ -89,14 +94,14 @@ def run_layers(caches: Sequence[LayerCache], plan: StepPlan, token_ids: torch.Te
     for cache in caches:
         assert cache.layer_id is not None
         assert cache.ring is not None
-        given = projections(cache.layer_id, cache.ring.dtype)
+        given = projections(cache.layer_id, cache.ring.dtype, cache.device)
 
         def rows_of(table: torch.Tensor) -> torch.Tensor:
             return torch.cat([table[token_ids], table.new_full((rows, *table.shape[1:]), float("nan"))])
 
         ready = prepare(
-            rows_of(given.q_gate), rows_of(given.k), rows_of(given.v), rows_of(given.index_qk), positions, ROPE,
-            given.norms, cache, plan,
+            rows_of(given.q_gate), rows_of(given.k), rows_of(given.v), rows_of(given.index_qk), positions,
+            rope_table(cache.device), given.norms, cache, plan,
         )  # fmt: skip
         selection = select_blocks(ready.index_q, cache, plan)
         output = attend(ready.q, cache, selection, plan, gate=ready.gate, row_exact=True)
@@ -113,28 +118,31 @@ class Truth:
 
 
 @functools.lru_cache(maxsize=4096)
-def truth(tokens: tuple[int, ...], dtypes: tuple[torch.dtype, ...], scales: tuple[float | None, ...]) -> Truth:
+def truth(
+    tokens: tuple[int, ...], dtypes: tuple[torch.dtype, ...], scales: tuple[float | None, ...], device: torch.device
+) -> Truth:
     """The request alone, in one step, contiguous."""
     dtype, kv_dtype, index_dtype = dtypes
     n, r, c = len(tokens), CONFIG.block_tokens, CONFIG
     room, ring = -(-max(n, 1) // r) * r, ring_capacity(r)
+    kv, index_dim = (1, room, c.kv_heads, c.head_dim), c.index_head_dim
     caches = [
         LayerCache(
-            torch.zeros(1, room, c.kv_heads, c.head_dim, dtype=kv_dtype),
-            torch.zeros(1, room, c.kv_heads, c.head_dim, dtype=kv_dtype),
-            torch.zeros(1, room // r, c.index_head_dim, dtype=index_dtype),
-            torch.zeros(1, ring, c.index_head_dim, dtype=dtype),
-            torch.zeros(1, ring, 3, dtype=torch.int64),
+            torch.zeros(kv, dtype=kv_dtype, device=device),
+            torch.zeros(kv, dtype=kv_dtype, device=device),
+            torch.zeros(1, room // r, index_dim, dtype=index_dtype, device=device),
+            torch.zeros(1, ring, index_dim, dtype=dtype, device=device),
+            torch.zeros(1, ring, 3, dtype=torch.int64, device=device),
             k_scale=scales[0], v_scale=scales[1], layer_id=layer_id,
         )
         for layer_id in LAYER_IDS
     ]  # fmt: skip
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
     plan = plan_step(
-        torch.tensor([0, n], dtype=torch.int32), torch.tensor([n], dtype=torch.int32), None, page_tokens=None,
-        block_tokens=r, topk_blocks=c.topk_blocks, max_query_len=n, max_seq_len=n,
-        first_slots=torch.zeros(1, dtype=torch.int64), ring_ids=torch.zeros(1, dtype=torch.int32), ring_tokens=ring,
+        torch.cat([zero, zero + n]), zero + n, None, page_tokens=None, block_tokens=r, topk_blocks=c.topk_blocks,
+        max_query_len=n, max_seq_len=n, num_rows=n, first_slots=zero.to(torch.int64), ring_ids=zero, ring_tokens=ring,
     )  # fmt: skip
-    return Truth(run_layers(caches, plan, torch.tensor(tokens, dtype=torch.int64)), caches)
+    return Truth(run_layers(caches, plan, torch.tensor(tokens, dtype=torch.int64, device=device)), caches)
 
 
 class Serving:
@@ -152,10 +160,13 @@ class Serving:
         index_dtype: torch.dtype | None = None,
         scales: tuple[float | None, float | None] = (None, None),
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
+        self.device = torch.device(device)
         self.pool = PagedPool.from_config(
             CONFIG, page_tokens=page_tokens, num_pages=pages, num_rings=rings, speculative_rows=speculative_rows,
             dtype=dtype, kv_dtype=kv_dtype, index_dtype=index_dtype, k_scale=scales[0], v_scale=scales[1],
+            device=device,
         )  # fmt: skip
         self.tokens: dict[Hashable, list[int]] = {}
         self.dtypes, self.scales = (dtype, kv_dtype or dtype, index_dtype or dtype), scales
@@ -194,7 +205,9 @@ class Serving:
         for name, tokens in work.items():
             self.tokens[name] += tokens
         self.pool.check_plan(plan)
-        packed = torch.tensor([token for tokens in work.values() for token in tokens], dtype=torch.int64)
+        packed = torch.tensor([token for tokens in work.values() for token in tokens], dtype=torch.int64).to(
+            self.device
+        )
         results = run_layers(self.pool.caches, plan, packed)
         first, by_request = 0, {}
         for name, tokens in work.items():
@@ -206,7 +219,7 @@ class Serving:
         return by_request
 
     def truth(self, name: Hashable) -> Truth:
-        return truth(tuple(self.tokens[name]), self.dtypes, self.scales)
+        return truth(tuple(self.tokens[name]), self.dtypes, self.scales, self.device)
 
     def check_rows(self, name: Hashable, got: Sequence[LayerRows]) -> None:
         """The last rows of a request, bit for bit those of the request alone."""
@@ -275,3 +288,34 @@ def nothing_changes() -> Callable[[PagedPool], AbstractContextManager[None]]:
 @pytest.fixture
 def tiny_config() -> QSAConfig:
     return CONFIG
+
+
+class LengthModel:
+    """Lengths, and which tokens each ring physically holds, place by place."""
+
+    def __init__(self, ring_tokens: int) -> None:
+        self.ring_tokens = ring_tokens
+        self.lengths: dict[Any, int] = {}
+        self.rings: dict[Any, dict[int, int]] = {}
+
+    def add(self, name: Any, length: int = 0, source: Any = None) -> None:
+        self.lengths[name] = length
+        self.rings[name] = {} if source is None else {p: t for p, t in self.rings[source].items() if t < length}
+
+    def grow(self, name: Any, rows: int) -> None:
+        end, places = self.lengths[name] + rows, self.ring_tokens
+        self.rings[name] |= {token % places: token for token in range(end - min(rows, places), end)}
+        self.lengths[name] = end
+
+    def holds(self, name: Any, length: int) -> bool:
+        """Whether the raw keys of the block that is open at a length are there."""
+        return set(range(length - length % 4, length)) <= set(self.rings[name].values())
+
+    def cut(self, name: Any, length: int) -> None:
+        self.lengths[name] = length
+        self.rings[name] = {p: t for p, t in self.rings[name].items() if t < length}
+
+
+@pytest.fixture
+def make_model() -> Callable[[int], LengthModel]:
+    return LengthModel

@@ -111,38 +111,13 @@ def test_a_held_prefix_outlives_its_request(pool: PagedPool) -> None:
     assert pool.free_pages == 12
 
 
-class Model:
-    """Lengths, and which tokens a ring of 8 places physically holds."""
-
-    def __init__(self) -> None:
-        self.lengths: dict[Any, int] = {}
-        self.rings: dict[Any, dict[int, int]] = {}
-
-    def add(self, name: Any, length: int = 0, source: Any = None) -> None:
-        self.lengths[name] = length
-        self.rings[name] = {} if source is None else {p: t for p, t in self.rings[source].items() if t < length}
-
-    def grow(self, name: Any, rows: int) -> None:
-        end = self.lengths[name] + rows
-        self.rings[name] |= {token % 8: token for token in range(max(end - min(rows, 8), 0), end)}
-        self.lengths[name] = end
-
-    def holds(self, name: Any, length: int) -> bool:
-        """Whether the raw keys of the block that is open at a length are there."""
-        return set(range(length - length % 4, length)) <= set(self.rings[name].values())
-
-    def cut(self, name: Any, length: int) -> None:
-        self.lengths[name] = length
-        self.rings[name] = {p: t for p, t in self.rings[name].items() if t < length}
-
-
 @pytest.mark.parametrize("seed", range(3))
-def test_fault_28_one_owner_of_every_length(tiny_config: Any, refuses: Any, seed: int) -> None:
+def test_fault_28_one_owner_of_every_length(tiny_config: Any, make_model: Any, refuses: Any, seed: int) -> None:
     """Random add, grow, roll back, fork, hold and remove over 8 requests, 500 steps: no page lost or held twice."""
     pool = PagedPool.from_config(
         tiny_config, page_tokens=8, num_pages=60, num_rings=8, speculative_rows=3, dtype=torch.float32
     )
-    rng, model, prefixes, seen = random.Random(seed), Model(), [], collections.Counter()
+    rng, model, prefixes, seen = random.Random(seed), make_model(8), [], collections.Counter()
     for number in range(500):
         names = list(model.lengths)
         action = rng.choice(["open", "grow", "grow", "grow", "back", "fork", "close", "hold", "release", "hit"])

@@ -32,7 +32,7 @@ def test_rollback_and_rewrite_three_times(make_serving: Any, draw_tokens: Any, o
     serving, start = make_serving(speculative_rows=7), 30 + offset
     serving.open("a")
     serving.step({"a": draw_tokens(start, 1)})
-    for accepted in range(8):
+    for accepted in (0, 1, 3, 6, 7):
         length = serving.pool.length("a")
         for attempt in range(3):
             serving.step({"a": draw_tokens(8, 100 * accepted + attempt)})

@@ -1,0 +1,178 @@
+"""`FLASHQSA_DEBUG=1`: freed memory is NaN, and what was planned but never written, or is not owned, is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashqsa.errors import ArgumentError
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHQSA_DEBUG", "1")
+
+
+def is_nan(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().isnan() if tensor.dtype == FP8 else tensor.isnan()
+
+
+def assert_free_memory_is_nan(pool: Any) -> None:
+    for cache in pool.caches:
+        for tensor in (cache.k_pages, cache.v_pages, cache.block_keys):
+            for page in pool._accounts.free_page_ids:
+                assert is_nan(tensor[page]).all()
+        for ring_id in pool._accounts.free_ring_ids:
+            assert cache.ring[ring_id].isnan().all()
+            assert (cache.ring_positions[ring_id] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_dtype": FP8, "index_dtype": FP8, "scales": (0.5, 2.0)}], ids=["fp32", "fp8"]
+)
+def test_free_memory_is_nan_from_the_beginning_and_again(make_serving: Any, draw_tokens: Any, options: Any) -> None:
+    serving = make_serving(pages=12, rings=3, **options)
+    pool = type(serving.pool)(
+        serving.pool.layout, topk_blocks=5, num_pages=3, num_rings=2, layer_ids=(3, 7), k_scale=2.0
+    )
+    assert_free_memory_is_nan(pool)
+    serving.open("a")
+    serving.step({"a": draw_tokens(60)})
+    serving.fork("a", "b")
+    serving.step({"b": draw_tokens(7, 1), "a": draw_tokens(1, 2)})
+    prefix = serving.pool.hold_prefix("a")
+    for name in "ab":
+        serving.check_caches(name)
+        serving.close(name)
+    for cache in serving.pool.caches:
+        assert not is_nan(cache.k_pages[list(prefix.page_ids)[:3]]).any(), "held pages are in use"
+    serving.pool.release_prefix(prefix)
+    serving.pool._poison(range(12), range(3))  # pages that were never used hold what the test put there
+    assert_free_memory_is_nan(serving.pool)
+
+
+def test_everything_works_in_poisoned_memory(make_serving: Any, draw_tokens: Any) -> None:
+    """Rows that a rollback took back and rows behind the cut of a copied page are NaN too, and nobody misses them."""
+    serving = make_serving(speculative_rows=7)
+    pool = serving.pool
+    serving.open("a")
+    serving.step({"a": draw_tokens(45)})
+    serving.rollback("a", 38)
+    last = pool.page_ids("a")[-1]
+    for cache in pool.caches:
+        assert cache.k_pages[last, 6:].isnan().all()
+        assert not cache.k_pages[last, :6].isnan().any()
+        assert cache.block_keys[last, 1:].isnan().all()
+        assert cache.ring[pool.ring_id("a")].isnan().all(dim=-1).sum() == 7
+    serving.step({"a": draw_tokens(9, 1)})
+    serving.open("b", serving.tokens["a"], prefix_of="a", tokens=42)
+    serving.step({"b": draw_tokens(1, 2)})
+    copied = pool.page_ids("b")[-1]
+    for cache in pool.caches:
+        assert cache.v_pages[copied, 11:].isnan().all()
+    serving.pool.import_request("c", pool.export_request("b"))
+    serving.tokens["c"] = list(serving.tokens["b"])
+    serving.step({"a": draw_tokens(3, 3), "b": draw_tokens(3, 4), "c": draw_tokens(20, 5)})
+    for name in "abc":
+        serving.check_caches(name)
+
+
+CALLS = {
+    "plan_step": lambda pool: pool.plan_step({"b": 1, "a": 1}),
+    "fork": lambda pool: pool.fork("a", "c"),
+    "open": lambda pool: pool.open("c", prefix_of="a", tokens=30),
+    "hold_prefix": lambda pool: pool.hold_prefix("a"),
+    "export_request": lambda pool: pool.export_request("a"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_layer_that_did_not_run_is_found(
+    make_serving: Any, draw_tokens: Any, refuses: Any, nothing_changes: Any, call: str
+) -> None:
+    """The error names request, layer and position."""
+    serving = make_serving()
+    pool = serving.pool
+    pool._poison(range(40), range(6))
+    for name in "ab":
+        serving.open(name)
+    serving.step({"a": draw_tokens(33), "b": draw_tokens(5)})
+    serving.step({"a": draw_tokens(1, 1)})
+    keys = pool.cache(7).k_pages
+    before = keys.clone()
+    serving.step({"a": draw_tokens(20, 2)})
+    keys.copy_(torch.where(before.isnan(), before, keys))  # as if layer 7 had not run in the last step
+    with nothing_changes(pool), refuses(
+        ArgumentError, f"PagedPool.{call}", "request 'a'", "length 54", "layer 7", "k_pages at token 34"
+    ):  # fmt: skip
+        CALLS[call](pool)
+
+
+def test_a_step_that_is_taken_back_unwritten_is_no_fault(make_serving: Any, draw_tokens: Any) -> None:
+    serving = make_serving()
+    pool = serving.pool
+    pool._poison(range(40), range(6))
+    serving.open("a")
+    serving.step({"a": draw_tokens(20)})
+    pool.plan_step({"a": 30})
+    pool.rollback("a", length=20)
+    serving.step({"a": draw_tokens(3, 1)})
+    serving.check_caches("a")
+
+
+def test_fault_23_a_dense_path_that_writes_no_block_keys_is_found(
+    make_serving: Any, draw_tokens: Any, refuses: Any
+) -> None:
+    """B takes A's pages and has K and V written by something else: A's block keys are not taken for its own."""
+    serving = make_serving(pages=20)
+    pool = serving.pool
+    serving.open("a")
+    serving.step({"a": draw_tokens(250)})
+    pages = pool.page_ids("a")
+    serving.close("a")
+    serving.open("b")
+    plan = pool.plan_step({"b": 100})
+    assert set(pool.page_ids("b")) <= set(pages)
+    for cache in pool.caches:
+        for tensor in (cache.k_pages, cache.v_pages):
+            tensor.flatten(0, 1)[plan.slot_ids] = 1.0
+    with refuses(ArgumentError, "PagedPool.plan_step", "request 'b'", "layer 3", "block_keys at token 0"):
+        pool.plan_step({"b": 1})
+
+
+def test_plans_that_are_not_owned_are_refused(make_serving: Any, draw_tokens: Any, refuses: Any) -> None:
+    serving = make_serving()
+    pool = serving.pool
+    for name in "abc":
+        serving.open(name)
+    serving.step({"a": draw_tokens(30), "b": draw_tokens(20), "c": draw_tokens(3)})
+    plan = pool.plan_step({"a": 1, "b": 1}, num_requests=3)
+    pool.check_plan(plan)
+    where = "PagedPool.check_plan"
+    pool.rollback("b", rows=1)
+    with refuses(ArgumentError, where, "seq_lens", "got 21", "'b' of 20 tokens"):
+        pool.check_plan(plan)
+    pool.rollback("a", rows=1)
+    plan = pool.plan_step({"a": 1, "b": 1})
+    page = pool.page_ids("c")[0]
+    owned = pool.page_ids("b")[1]
+    plan.page_table[1, 1] = page
+    with refuses(ArgumentError, where, "'b'", f"page {page}", "position 16", f"page is {owned}"):
+        pool.check_plan(plan)
+    ring_id = pool.ring_id("a")
+    pool.close("a")
+    with refuses(ArgumentError, where, f"ring {ring_id} for request 0", "free"):
+        pool.check_plan(plan)
+
+
+def test_accounts_are_checked_after_every_call(make_serving: Any, draw_tokens: Any) -> None:
+    serving = make_serving()
+    serving.open("a")
+    serving.step({"a": draw_tokens(5)})
+    serving.pool._accounts.holders[serving.pool.page_ids("a")[0]] = 2
+    with pytest.raises(AssertionError, match="reference counts"):
+        serving.pool.open("b")
