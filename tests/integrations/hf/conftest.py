@@ -218,9 +218,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManage
     listening: list[list[Selected]] = []
     stock_forward, our_select = modeling.Qwen4ExpTextQSAIndexer.forward, seam.select_blocks
 
-    def indexer_forward(self: Any, hidden: torch.Tensor, embeddings: Any, mask: torch.Tensor, cache: Any) -> Any:
+    def indexer_forward(
+        self: Any, hidden: torch.Tensor, embeddings: Any, mask: torch.Tensor, cache: Any, **kwargs: Any
+    ) -> Any:
         with _StableTopK() as stable:
-            chosen = stock_forward(self, hidden, embeddings, mask, cache)
+            chosen = stock_forward(self, hidden, embeddings, mask, cache, **kwargs)
         visible = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
         ends = torch.zeros(*visible.shape[:2], 2, dtype=torch.bool)
         if stable.ends:

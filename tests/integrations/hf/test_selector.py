@@ -159,7 +159,7 @@ def test_a_selector_decides_what_is_attended(
 ) -> None:
     """transformers, made to select the same, says the same."""
 
-    def latest(self: Any, hidden: torch.Tensor, embeddings: Any, mask: torch.Tensor, cache: Any) -> torch.Tensor:
+    def latest(self: Any, hidden: torch.Tensor, embeddings: Any, mask: torch.Tensor, *_: Any, **__: Any) -> Any:
         visible = mask if mask.dtype == torch.bool else mask == 0
         before = visible.long().cumsum(dim=-1) - 1  # visible tokens before each column
         blocks = visible.sum(dim=-1, keepdim=True) // R
