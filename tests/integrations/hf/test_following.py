@@ -273,6 +273,15 @@ def test_cache_classes_are_theirs_again_when_nobody_uses_them(
     assert _trace() != before
     hf.disable(twin)
     assert _trace() == before
+    hf.enable(model)
+    model(prompt, use_cache=True)
+    assert _trace() != before
+    attentions = hf.patch.qsa_attentions(model)
+    for block in model.model.layers:
+        block.self_attn = None  # a model that is forgotten rather than disabled
+    attentions.clear()
+    gc.collect()
+    assert _trace() == before
 
 
 @torch.no_grad()

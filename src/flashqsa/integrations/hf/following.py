@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 
@@ -58,6 +58,7 @@ def follow_caches(user: Any) -> None:
     if user in _users:
         return
     _users.add(user)
+    finalize(user, _give_back_unless_used).atexit = False  # a model may go without being disabled
     if _own_methods:
         return
     from transformers import cache_utils
@@ -73,7 +74,11 @@ def follow_caches(user: Any) -> None:
 def unfollow_caches(user: Any) -> None:
     """Give the methods back when nobody uses them any longer."""
     _users.discard(user)
-    if _users or not _own_methods:
+    _give_back_unless_used()
+
+
+def _give_back_unless_used() -> None:
+    if any(True for _ in _users) or not _own_methods:  # a set of weak references counts some that are gone
         return
     for (layer_class, name), theirs in _own_methods.items():
         setattr(layer_class, name, theirs)
