@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from benchmarks.environment import ROOT, Disturbance, command, environment
+from benchmarks.environment import ROOT, command, environment
 from benchmarks.gates import check_layer
+from benchmarks.machine import calmest
 from benchmarks.memory import in_child, peak_of
 from benchmarks.progress import progress
 from benchmarks.single_layer import SHAPES, STEP_CORRELATION, SingleLayer, Work, neighbour_overlap
@@ -27,11 +27,6 @@ ENGINES = ("transformers", "flashqsa")
 LEAST_SPEEDUP = {"layer": (1.3, 0), "preparation + selection": (8.0, 4096)}
 """Target speed-up by measure, and the tokens from which it is asked for."""
 MOST_LONG_PREFILL_GB = 6.0
-CALM_CORES = 0.15
-"""Cores that others may use during a measurement that is not repeated."""
-WATCH_SECONDS = 5
-
-Measured = TypeVar("Measured")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         options.out.open("w", encoding="utf-8") as file,
     ):
         begin("what the machine can do")
-        ceilings, _ = _calmest(measure_ceilings, options.patience)
+        ceilings, _ = calmest(measure_ceilings, options.patience)
         first = {"measure": "ceilings", **asdict(ceilings)}
         for row in chain([first], _timed(options, ceilings, begin), _peaks(options, begin)):
             file.write(json.dumps({**common, **row, **origin}) + "\n")
@@ -89,7 +84,7 @@ def _timed(options: argparse.Namespace, ceilings: Ceilings, begin: Any) -> Itera
             ):
                 begin(f"{workload}, {tokens} tokens: {measure}")
                 engines = {"transformers": theirs, "flashqsa": ours}
-                timings, others = _calmest(partial(_interleave, engines, options.repeats), options.patience)
+                timings, others = calmest(partial(_interleave, engines, options.repeats), options.patience)
                 least, since = LEAST_SPEEDUP[measure]
                 target = least if options.shape == "released" and tokens >= since else None
                 yield {"measure": measure, **about, **_compared(timings, work, ceilings), "target_speedup": target,
@@ -99,33 +94,6 @@ def _timed(options: argparse.Namespace, ceilings: Ceilings, begin: Any) -> Itera
 def _interleave(engines: Mapping[str, Prepared], repeats: int) -> dict[str, Timing]:
     with torch.no_grad():
         return interleave(engines, repeats=repeats)
-
-
-def _calmest(measure: Callable[[], Measured], patience: float) -> tuple[Measured, float | None]:
-    """The first calm measurement, or the calmest in the time given, and the cores that others used during it."""
-    deadline = time.monotonic() + patience
-    calmest: tuple[Measured, float | None] | None = None
-    while True:
-        while time.monotonic() < deadline and not _is_calm(_watch()):
-            pass
-        disturbance = Disturbance()
-        found = measure()
-        others = disturbance.cores()
-        if calmest is None or (others or 0) < (calmest[1] or 0):
-            calmest = found, others
-        if _is_calm(others) or time.monotonic() >= deadline:
-            return calmest
-
-
-def _watch() -> float | None:
-    """Cores that others use over some seconds."""
-    disturbance = Disturbance()
-    time.sleep(WATCH_SECONDS)
-    return disturbance.cores()
-
-
-def _is_calm(cores: float | None) -> bool:
-    return cores is None or cores <= CALM_CORES
 
 
 def _compared(timings: Any, work: Work, ceilings: Ceilings) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_decode
+from benchmarks import gpu_decode, hf_decode_cpu
 from benchmarks.environment import ROOT
 from benchmarks.hf_layer_cpu import RESULTS
 
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Put every table between its markers."""
-    sections = all_sections(read_rows(RESULTS)) | gpu_sections(read_rows(gpu_decode.RESULTS))
+    sections = all_sections(read_rows(RESULTS)) | decode_sections(read_rows(hf_decode_cpu.RESULTS))
+    sections |= gpu_sections(read_rows(gpu_decode.RESULTS))
     stale = []
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
@@ -67,6 +68,36 @@ def all_sections(rows: list[Row]) -> dict[str, str]:
         "memory": memory_table(rows),
         "origin": origin(rows) + "\n" + ceilings(rows),
     }
+
+
+def decode_sections(rows: list[Row]) -> dict[str, str]:
+    """Text of the decode step's sections by the name in their markers."""
+    return {"decode": decode_table(rows), "decode-origin": origin(rows)}
+
+
+def decode_table(rows: list[Row]) -> str:
+    """A step of both engines by context, cache copies apart, and how it grows."""
+    last = rows[-1]["tokens"] if rows else None
+    return _table(
+        (
+            "tokens",
+            "transformers, ms",
+            "FlashQSA, ms",
+            "of which cache copies, theirs / ours, ms",
+            "rest against the shortest, theirs / ours",
+            "target",
+        ),
+        [
+            (
+                f"{row['tokens']:,}",
+                *(_spread(row[engine]["step"]) for engine in ("transformers", "flashqsa")),
+                " / ".join(_ms(row[engine]["copies"]["median_ms"]) for engine in ("transformers", "flashqsa")),
+                " / ".join(f"{row[engine]['growth']:.2f}" for engine in ("transformers", "flashqsa")),
+                _most(row["flashqsa"]["growth"], row["target_growth"] if row["tokens"] == last else None),
+            )
+            for row in rows
+        ],
+    )
 
 
 def gpu_sections(rows: list[Row]) -> dict[str, str]:
@@ -233,3 +264,9 @@ def _target(speedup: float, target: float | None) -> str:
     if target is None:
         return "none"
     return f"≥ {target:g}, {'met' if speedup >= target else 'missed'}"
+
+
+def _most(found: float, most: float | None) -> str:
+    if most is None:
+        return "none"
+    return f"≤ {most:g}, {'met' if found <= most else 'missed'}"

@@ -16,7 +16,6 @@ from benchmarks.single_layer import SHAPES, SingleLayer, neighbour_overlap
 from benchmarks.timing import Ceilings
 
 import flashqsa.integrations.hf.forward as drop_in
-from benchmarks import hf_layer_cpu
 
 pytestmark = pytest.mark.transformers
 
@@ -111,19 +110,6 @@ def test_a_run_writes_one_line_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert row["speedup"] == pytest.approx(
             row["transformers"]["median_ms"] / row["flashqsa"]["median_ms"], abs=0.006
         )
-
-
-def test_a_disturbed_measurement_is_repeated_and_the_calmest_kept(monkeypatch: pytest.MonkeyPatch):
-    found = iter([0.9, 0.4, 0.1])
-    monkeypatch.setattr(hf_layer_cpu.Disturbance, "cores", lambda self: next(found))
-    monkeypatch.setattr(hf_layer_cpu, "_watch", lambda: 0.0)
-    runs = iter(["first", "second", "third"])
-    assert hf_layer_cpu._calmest(lambda: next(runs), patience=60) == ("third", 0.1)
-
-
-def test_without_patience_a_measurement_is_taken_as_it_comes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hf_layer_cpu.Disturbance, "cores", lambda self: 1.5)
-    assert hf_layer_cpu._calmest(lambda: "only", patience=0) == ("only", 1.5)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "flashqsa"])
