@@ -60,6 +60,7 @@ def build_app() -> typer.Typer:
 
     from flashqsa.commands.doctor import doctor
     from flashqsa.commands.generate import generate
+    from flashqsa.commands.inspect_command import inspect_selections
     from flashqsa.commands.needle import needle
     from flashqsa.commands.tiny import tiny
 
@@ -86,6 +87,9 @@ def build_app() -> typer.Typer:
     app.command(help="Tell what is installed and usable here, and what to do about what is not.")(doctor)
     app.command(help="Write a small random qwen4_exp checkpoint into DIRECTORY.")(tiny)
     app.command(help="Generate from CHECKPOINT, greedily; with --compare, beside stock transformers.")(generate)
+    app.command("inspect", help="Show what a model selects: from a checkpoint and a prompt, or from a recording.")(
+        inspect_selections
+    )
     app.command(help="Tell whether a needle in a long prompt is among what the final rows of CHECKPOINT select.")(
         needle
     )
