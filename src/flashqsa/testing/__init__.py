@@ -29,6 +29,7 @@ from flashqsa.testing.hostile import (
     poison_slots,
     snapshot,
 )
+from flashqsa.testing.soak import SoakReport, soak
 from flashqsa.testing.steps import Step, make_step
 from flashqsa.testing.truth import RequestTruth, randn, stream
 
@@ -36,6 +37,7 @@ __all__ = [
     "Guarded",
     "RequestTruth",
     "Snapshot",
+    "SoakReport",
     "Step",
     "StepCase",
     "as_bytes",
@@ -57,6 +59,7 @@ __all__ = [
     "randn",
     "score_bounds",
     "snapshot",
+    "soak",
     "stream",
     "tiny_config",
     "ulp_distance",

@@ -302,7 +302,7 @@ class PagedPool:
         self._expect_held("PagedPool.release_prefix", prefix)
         self._freed(self._accounts.release(prefix), [])
 
-    def pages_needed(self, rows: Mapping[Hashable, int]) -> int:
+    def pages_needed(self, rows: Mapping[Any, int]) -> int:
         """Free pages that `plan_step` or `extend` would take for these rows; compare with `free_pages`.
 
         Raises:
@@ -330,7 +330,7 @@ class PagedPool:
 
     def plan_step(
         self,
-        rows: Mapping[Hashable, int],
+        rows: Mapping[Any, int],
         *,
         num_requests: int | None = None,
         num_rows: int | None = None,
@@ -521,7 +521,7 @@ class PagedPool:
         self._freed([], [])
         return length
 
-    def _work(self, where: str, rows: Mapping[Hashable, int]) -> list[tuple[Account, int]]:
+    def _work(self, where: str, rows: Mapping[Any, int]) -> list[tuple[Account, int]]:
         """Accounts of requests, with their new rows."""
         expect_type(where, "rows", rows, Mapping, hint="Pass {request: number of new rows}.")
         for request, count in rows.items():

@@ -1,0 +1,89 @@
+"""The soak serves random requests without a difference, and sees the differences that faults make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashqsa import CacheLayout, PagedPool, Selection, StepPlan
+from flashqsa.cache.pool.memory import PoolMemory
+from flashqsa.errors import FlashQSAError
+from flashqsa.testing import soak
+from flashqsa.testing.soak import run_stages
+
+ACTIONS = {"admit", "fork", "hit", "hold", "hand_over", "close", "ragged", "padded_decode", "verify", "reuse", "abort"}
+STEPS = 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "debug"), [(0, "0"), (1, "1")])
+def test_soak(monkeypatch: pytest.MonkeyPatch, seed: int, debug: str) -> None:
+    """Also with freed memory poisoned, and values and accounts checked."""
+    monkeypatch.setenv("FLASHQSA_DEBUG", debug)
+    report = soak(STEPS, seed=seed, stages="torch", max_tokens=260, num_pages=60)
+    assert report.steps == STEPS == sum(report.actions.values())
+    assert report.rows > 5 * STEPS
+    assert len(ACTIONS & set(report.actions)) >= 9, report.actions
+
+
+def test_soak_is_a_function_of_its_seed() -> None:
+    first, again, other = (soak(12, seed=seed, stages="torch", max_tokens=100) for seed in (3, 3, 4))
+    assert first == again
+    assert first != other
+
+
+def _without_the_last_block(output: torch.Tensor, selection: Selection, plan: StepPlan) -> Any:
+    """One block less in every row: as if top-k had lost a candidate."""
+    counts = (selection.block_counts - 1).clamp(min=0)
+    ids = selection.block_ids.masked_fill(torch.arange(selection.block_ids.shape[1]) >= counts[:, None], -1)
+    return output, replace(selection, block_ids=ids, block_counts=counts)
+
+
+def _another_block(output: torch.Tensor, selection: Selection, plan: StepPlan) -> Any:
+    """Where a row has a choice, the first blocks instead of the best ones."""
+    many = selection.visible_blocks > selection.block_ids.shape[1]
+    first = torch.arange(selection.block_ids.shape[1], dtype=torch.int32)
+    return output, replace(selection, block_ids=torch.where(many[:, None], first, selection.block_ids))
+
+
+def _imprecise(output: torch.Tensor, selection: Selection, plan: StepPlan) -> Any:
+    return output.half().float(), selection
+
+
+@pytest.mark.parametrize("fault", [_without_the_last_block, _another_block, _imprecise], ids=lambda f: f.__name__[1:])
+def test_soak_sees_a_stage_that_is_wrong(fault: Callable[..., Any]) -> None:
+    right = run_stages("torch")
+
+    def wrong(inputs: Any, cache: Any, plan: StepPlan, selection: Selection | None) -> Any:
+        return fault(*right(inputs, cache, plan, selection), plan)
+
+    with pytest.raises(AssertionError, match=r"step \d+, request \d+, layer 1"):
+        soak(40, seed=2, stages=wrong, max_tokens=300)
+
+
+@pytest.mark.parametrize("fault", ["ring of a fork", "page on write", "block keys on write", "rollback in the ring"])
+def test_soak_sees_a_pool_that_is_wrong(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """A fork without its ring; copies on write that never happen, or without block keys; a ring without drafts."""
+    if fault == "ring of a fork":
+        monkeypatch.setattr(PoolMemory, "copy_ring", lambda *_: None)
+    elif fault == "page on write":
+        monkeypatch.setattr(PoolMemory, "copy_page", lambda *_: None)
+    elif fault == "block keys on write":
+        monkeypatch.setattr(PoolMemory, "paged", property(lambda memory: (memory.k, memory.v)))
+    else:
+        small = CacheLayout.from_config
+        monkeypatch.setattr(CacheLayout, "from_config", lambda *a, **k: small(*a, **k | {"speculative_rows": 0}))
+        monkeypatch.setattr(PagedPool, "rollback", _rollback_blindly)
+    with pytest.raises((AssertionError, FlashQSAError)):
+        soak(80, seed=5, stages="torch", max_tokens=120)
+
+
+def _rollback_blindly(pool: PagedPool, request: Any, *, length: int) -> None:
+    """As if a ring of whole blocks could take drafts."""
+    account = pool._accounts.account("", request)
+    pool._accounts.cut(account, length)
+    account.ring_start = min(account.ring_start, length - length % 4)
