@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +191,24 @@ def test_what_is_refused(make_recording: MakeRecording, make_rows: MakeRows, ref
             distance_histogram(rows, edges=edges)
     with refuses(ShapeError, "LayerRows", "block_counts"):
         LayerRows(3, R, rows.positions, rows.block_ids, rows.block_counts[1:], rows.visible_blocks)
+
+
+def test_a_selector_that_selects_nothing(make_rows: MakeRows) -> None:
+    rows = make_rows([[], [], []], [30, 31, 32])
+    assert rows.block_ids.shape == (3, 0)
+    assert int(block_heat_map(rows).selected.sum()) == int(distance_histogram(rows).selected.sum()) == 0
+    assert bool(neighbour_overlap(rows).isnan().all())
+    assert bool(layer_overlap([rows, rows]).isnan().all())
+    assert float(context_share(rows)[0]) == pytest.approx(3 / 31)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, flashqsa.analysis as a; "
+        "print([n for n in ('matplotlib', 'transformers', 'triton', 'rich') if n in sys.modules], len(a.__all__))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout.split("]")[0] == "["
 
 
 def test_fault_43_memory_does_not_grow_with_rows_times_blocks() -> None:

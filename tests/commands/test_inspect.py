@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -523,6 +524,21 @@ def test_recorded_rows_are_those_of_the_recording(batch_recording: Path) -> None
     rows = recorded_rows(Recording.load(batch_recording), 5, 1, range(1))
     assert rows.positions.tolist() == list(range(30))
     assert context_share(rows).shape == (30,)
+
+
+def test_inspect_without_matplotlib_says_so_before_the_work(
+    small_checkpoint: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "flashqsa.commands.inspect_figures", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert (
+        main(["inspect", str(small_checkpoint), "--random-tokens", "9", "--html", str(tmp_path / "r.html"), *CPU]) == 2
+    )
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    told = "flashqsa: the command line needs matplotlib, which is not installed. Run: pip install 'flashqsa[cli]'\n"
+    assert captured.err == told
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_documentation_names_all_fields() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -288,6 +289,19 @@ def test_many_contexts_fill_a_second_line_of_the_picture() -> None:
     shown = [ax for ax in figure.axes if ax.images]
     assert [ax.get_title() for ax in shown] == [f"{c} tokens" for c in (100, 200, 300, 400, 500)]
     assert all(float(ax.images[0].get_array()[0, 0]) == 0.25 for ax in shown)
+
+
+def test_needle_without_matplotlib_says_so_before_the_work(
+    small_checkpoint: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "flashqsa.commands.inspect_figures", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["needle", str(small_checkpoint), "--contexts", "300", "--plot", str(tmp_path / "n.png"), *CPU]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    told = "flashqsa: the command line needs matplotlib, which is not installed. Run: pip install 'flashqsa[cli]'\n"
+    assert captured.err == told
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_documentation_names_all_fields() -> None:

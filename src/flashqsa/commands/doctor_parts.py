@@ -88,7 +88,10 @@ def part_findings(parts: tuple[Part, ...]) -> list[Finding]:
         wanted = part.name + (f">={part.least}" if part.least else "")
         findings.append(
             Finding(
-                problem=True, about=part.name, told=f"{told}; {part.serves} need it", remedy=f"pip install '{wanted}'"
+                problem=True,
+                about=part.name,
+                told=f"{told}; needed for {part.serves}",
+                remedy=f"pip install '{wanted}'",
             )
         )
     if torch.version.cuda is None and torch.version.hip is None and NVIDIA_DRIVER.exists():

@@ -22,7 +22,8 @@ h1 { font-size: 1.5rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2r
 p { margin: .4rem 0; } .soft, figcaption, footer { color: var(--soft); font-size: .9rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); } th { font-weight: 600; }
-figure { margin: .5rem 0 0; } img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; padding: 6px; }
+figure { margin: .5rem 0 0; }
+img { box-sizing: border-box; max-width: 100%; height: auto; background: #fff; border-radius: 6px; padding: 6px; }
 dt { font-weight: 600; } dd { margin: 0 0 .4rem 1rem; } nav a { margin-right: .8rem; } a { color: inherit; }
 footer { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: .6rem; }
 """
