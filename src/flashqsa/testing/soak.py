@@ -90,7 +90,7 @@ def soak(
     through a refilled plan, a verify step with up to 7 drafts of which a random number is accepted, a draft step that
     reuses selections made in different earlier steps, an aborted step, or a new request (empty, forked, by a prefix of
     any length, of a live request or of one that is gone, or handed over to itself with other pages and another ring).
-    Free memory is NaN from the beginning. The oracle calls only the ``reference`` backend, on contiguous tensors.
+    Free memory is NaN throughout. The oracle calls only the ``reference`` backend, on contiguous tensors.
 
     Args:
         steps: How many steps.
@@ -129,10 +129,8 @@ class _Server:
         self.dice, self.numbers = random.Random(seed), stream(seed)
         self.pool = PagedPool.from_config(
             config, page_tokens=page_tokens, num_pages=num_pages, num_rings=max_requests, speculative_rows=MAX_DRAFTS,
-            dtype=dtype, device=device,
+            dtype=dtype, device=device, poison=True,
         )  # fmt: skip
-        for listed in self.pool.tensors():
-            listed.tensor.fill_(float("nan") if listed.dtype.is_floating_point else -1)
         self.live: dict[int, _Live] = {}
         self.prefixes: list[tuple[Prefix, RequestAlone]] = []
         self.actions: Counter[str] = Counter()

@@ -255,6 +255,11 @@ def make_serving() -> Callable[..., Serving]:
 
 
 @pytest.fixture
+def run_step() -> Callable[..., list[LayerRows]]:
+    return run_layers
+
+
+@pytest.fixture
 def draw_tokens() -> Callable[..., list[int]]:
     return some_tokens
 

@@ -60,9 +60,8 @@ def test_fault_47_a_step_reads_nothing_back(make_serving: Any, draw_tokens: Any,
 
 
 @torch.no_grad()
-def test_fault_17_one_graph_over_refilled_plans(make_serving: Any, draw_tokens: Any) -> None:
+def test_fault_17_one_graph_over_refilled_plans(make_serving: Any, run_step: Any, draw_tokens: Any) -> None:
     """Decode and verify steps of changing requests through one captured graph equal the same steps run eagerly."""
-    module = __import__("sys").modules[type(make_serving(device="cuda")).__module__]
     replayed, eager = make_serving(device="cuda", pages=60), make_serving(device="cuda", pages=60)
     for serving in (replayed, eager):
         for number, name in enumerate("abcd"):
@@ -76,11 +75,11 @@ def test_fault_17_one_graph_over_refilled_plans(make_serving: Any, draw_tokens: 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        module.run_layers(pool.caches, plan, token_ids)
+        run_step(pool.caches, plan, token_ids)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = module.run_layers(pool.caches, plan, token_ids)
+        results = run_step(pool.caches, plan, token_ids)
     steps = [{"a": 1, "b": 1, "c": 1, "d": 1}, {"d": 8, "b": 8, "a": 8}, {"c": 1}, {"b": 2, "c": 7, "a": 3}]
     for number, step in enumerate(steps):
         tokens = {name: draw_tokens(rows, 50 + number) for name, rows in step.items()}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashqsa import PagedPool
 from flashqsa.errors import ArgumentError
 
 FP8 = torch.float8_e4m3fn
@@ -176,3 +177,23 @@ def test_accounts_are_checked_after_every_call(make_serving: Any, draw_tokens: A
     serving.pool._accounts.holders[serving.pool.page_ids("a")[0]] = 2
     with pytest.raises(AssertionError, match="reference counts"):
         serving.pool.open("b")
+
+
+def test_memory_can_be_poisoned_without_the_checks(tiny_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHQSA_DEBUG")
+    pool = PagedPool.from_config(
+        tiny_config, page_tokens=16, num_pages=5, num_rings=2, dtype=torch.float32, poison=True
+    )
+    assert_free_memory_is_nan(pool)
+    pool.open("a")
+    plan = pool.plan_step({"a": 40})
+    for cache in pool.caches:
+        cache.k_pages.flatten(0, 1)[plan.slot_ids] = 1.0
+    pool.plan_step({"a": 1})  # values and block keys were never written, and nobody looks
+    pool.rollback("a", length=20)
+    last = pool.page_ids("a")[-1]
+    assert pool.caches[1].k_pages[last, 4:].isnan().all()
+    assert not pool.caches[1].k_pages[last, :4].isnan().any()
+    assert_free_memory_is_nan(pool)
+    pool.close("a")
+    assert_free_memory_is_nan(pool)
