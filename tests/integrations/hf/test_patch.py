@@ -363,3 +363,21 @@ def test_report_counts_rows_and_blocks_since_enable(model: Any, prompt: torch.Te
     assert counted.share_selected == counted.blocks_selected / counted.blocks_visible
     hf.enable(model)
     assert hf.report(model) == [], "counting starts over"
+
+
+def test_fault_55_index_weights_of_another_class_are_told(model: Any, prompt: torch.Tensor) -> None:
+    """A layer that FlashQSA does not know would select nothing, and nobody would notice."""
+
+    class Other(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.indexer = torch.nn.Module()
+            self.indexer.index_qk_proj = torch.nn.Linear(2, 2)
+
+    model.extra = Other()
+    with pytest.warns(UserWarning, match=r"1 modules with others, extra.indexer the first"):
+        hf.enable(model)
+    _logits(model, prompt)
+    (counted,) = hf.report(model)
+    assert 0 < counted.blocks_selected < counted.blocks_visible
+    assert counted.rows == 2 * TOKENS

@@ -28,6 +28,7 @@ class WholeTables:
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         half = cos.shape[-1] // 2
         self.cos, self.sin = cos[..., :half], sin[..., :half]
+        self.batch_rows = cos.shape[0]
 
     def of_rows(self, query_tokens: int) -> Pair:
         """Angles of the last tokens of each batch row, [B * Q, half] each."""
@@ -63,6 +64,7 @@ class NeededAngles:
         self.tables = tables
         self.like = like
         self.position_ids = position_ids
+        self.batch_rows = position_ids.shape[1]
         self.device = like.device if device is None else device
         self.known = {} if known is None else known
 

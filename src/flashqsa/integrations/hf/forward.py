@@ -11,7 +11,7 @@ from flashqsa.cache import LayerCache
 from flashqsa.errors import UnsupportedError
 from flashqsa.integrations.hf.angles import Angles, NeededAngles, WholeTables
 from flashqsa.integrations.hf.following import follow_caches
-from flashqsa.integrations.hf.masks import HFStep
+from flashqsa.integrations.hf.masks import HFStep, PlaceError
 from flashqsa.integrations.hf.pooled import known_state, pool_new_blocks, remember
 from flashqsa.integrations.hf.report import count_rows
 from flashqsa.integrations.hf.selector import SelectorContext, checked_selection
@@ -62,7 +62,7 @@ def attention_forward(
     v = self.v_proj(hidden_states).view(batch, q_length, -1, dim)
     index_qk = self.indexer.index_qk_proj(hidden_states).view(batch, q_length, -1, index_dim)
 
-    angles = _angles(position_embeddings, hidden_states.device)
+    angles = _angles(position_embeddings, hidden_states.device, batch)
     row_cos, row_sin = angles.of_rows(q_length)
     q = rotate(self.q_norm(q), row_cos, row_sin).to(q.dtype)
     k = rotate(self.k_norm(k), row_cos, row_sin).to(k.dtype).view(batch, q_length, -1, dim)
@@ -84,8 +84,13 @@ def attention_forward(
     return self.o_proj(cast(torch.Tensor, attended).view(batch, q_length, -1)), None
 
 
-def _angles(given: NeededAngles | tuple[torch.Tensor, torch.Tensor], device: torch.device) -> Angles:
-    return given.to(device) if isinstance(given, NeededAngles) else WholeTables(*given)
+def _angles(given: NeededAngles | tuple[torch.Tensor, torch.Tensor], device: torch.device, batch: int) -> Angles:
+    angles = given.to(device) if isinstance(given, NeededAngles) else WholeTables(*given)
+    if angles.batch_rows == 1 != batch:
+        raise PlaceError(
+            f"flashqsa: position_ids must be [{batch}, tokens], one row a batch row, got one row for all. Expand them."
+        )
+    return angles
 
 
 def _select(self: Any, q: torch.Tensor, index_q: torch.Tensor, cache: LayerCache, step: HFStep) -> Selection:

@@ -14,13 +14,17 @@ from typing import Any, NoReturn
 import torch
 
 from flashqsa.config import QSAConfig
-from flashqsa.errors import UnsupportedError
+from flashqsa.errors import FlashQSAError, UnsupportedError
 from flashqsa.plan import StepPlan, plan_step
 
 MASK_NAME = "flashqsa"
 LEAST_BLOCKS = 256
 
 _forwards = itertools.count()
+
+
+class PlaceError(FlashQSAError, IndexError):
+    """A token has no place in a cache or in a table; transformers raises IndexError there as well."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,7 @@ def step_mask(
 
     Raises:
         UnsupportedError: Packed sequences or other mask functions, and masks with holes.
+        PlaceError: The cache is too small.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -133,6 +138,11 @@ def step_mask(
     past = int(q_offset)
     total = past + q_length
     starts, ends = _visible_ranges(attention_mask, batch_size, past, total)
+    if total > kv_length:
+        raise PlaceError(
+            f"flashqsa: max_cache_len must be at least the {total} tokens after this forward, got a static cache of "
+            f"{kv_length}. Make a larger one."
+        )
     qsa = QSAConfig.from_pretrained_config(config)
     capacity = block_capacity(kv_length, qsa.block_tokens)
     plan = _plan_batch(starts, ends, past, total, kv_length, capacity, qsa, device or torch.device("cpu"))

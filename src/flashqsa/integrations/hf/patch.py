@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -79,6 +80,7 @@ def enable(model: Any = None, *, selector: Selector | None = None, budget_tokens
     for attention in attentions:
         settings.topk_blocks(1, attention.config.indexer_compress_ratio)
     _register_mask()
+    _warn_of_unused_index_weights(model, attentions)
     for attention in attentions:
         if replace_forward(attention, attention_forward, attention.config._attn_implementation):
             forget_counts(attention)
@@ -228,6 +230,20 @@ def _checked_attentions(model: Any, modeling: Any) -> list[Any]:
             )
     QSAConfig.from_pretrained_config(attentions[0].config)
     return attentions
+
+
+def _warn_of_unused_index_weights(model: Any, attentions: list[Any]) -> None:
+    """An indexer in a layer of another class would be ignored without a word, and that layer stays as it is."""
+    known = {id(attention.indexer) for attention in attentions}
+    strays = [
+        name for name, module in model.named_modules() if "index_qk_proj" in module._modules and id(module) not in known
+    ]
+    if strays:
+        warnings.warn(
+            f"enable: index weights must belong to a Qwen4ExpTextAttention, got {len(strays)} modules with others, "
+            f"{strays[0]} the first. FlashQSA leaves their layers as they are.",
+            stacklevel=3,
+        )
 
 
 def _enable_classes(modeling: Any) -> None:
