@@ -15,6 +15,8 @@ from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import FLOAT_DTYPES, expect, expect_number, expect_type, values_are_checked
 from flashqsa.errors import ShapeError
+from flashqsa.ops.attention import attend_tokens_traced, attend_traced
+from flashqsa.ops.parts import is_traced
 from flashqsa.plan import StepPlan
 from flashqsa.plan.selected import check_selection
 from flashqsa.results import Selection
@@ -67,6 +69,11 @@ def attend(
     Source: transformers 5.24.0, Qwen4ExpTextAttention.
     """
     where = "attend"
+    if is_traced(q):
+        return attend_traced(
+            q, cache, selection, plan, gate=gate, softmax_scale=softmax_scale, include_tail=include_tail,
+            row_exact=row_exact, out_dtype=out_dtype, return_lse=return_lse, out=out, backend=backend,
+        )  # fmt: skip
     _check_q(where, q, cache, plan, gate, softmax_scale)
     check_selection(where, selection, plan, layer_id=cache.layer_id)
     visible_units = selection.visible_blocks if include_tail else None
@@ -113,6 +120,11 @@ def attend_tokens(
         ArgumentError: An id is invalid, not yet visible, or given twice (read on the CPU, or with FLASHQSA_DEBUG=1).
     """
     where = "attend_tokens"
+    if is_traced(q):
+        return attend_tokens_traced(
+            q, cache, token_ids, plan, gate=gate, softmax_scale=softmax_scale, row_exact=row_exact,
+            out_dtype=out_dtype, return_lse=return_lse, out=out, backend=backend,
+        )  # fmt: skip
     _check_q(where, q, cache, plan, gate, softmax_scale)
     dims = {"T": plan.num_rows}
     expect(where, "token_ids", token_ids, "T W+1", dims, dtypes=(torch.int32,), device=cache.device)

@@ -8,6 +8,8 @@ from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import CACHE_DTYPES, FLOAT_DTYPES, expect, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError, DTypeError, ShapeError
+from flashqsa.ops.parts import is_traced
+from flashqsa.ops.preparation import prepare_traced
 from flashqsa.plan import StepPlan
 from flashqsa.preparation.plain import prepare_torch
 from flashqsa.preparation.reference import prepare_reference
@@ -60,6 +62,10 @@ def prepare(
     Source: transformers 5.24.0, Qwen4ExpTextAttention and Qwen4ExpTextQSAIndexer.
     """
     where = "prepare"
+    if is_traced(q_gate):
+        return prepare_traced(
+            q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan, out=out, backend=backend
+        )
     for name, value, kind in (("cache", cache, LayerCache), ("plan", plan, StepPlan), ("rope", rope, RopeTable),
                               ("norms", norms, NormWeights)):  # fmt: skip
         expect_type(where, name, value, kind)

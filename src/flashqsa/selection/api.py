@@ -10,6 +10,8 @@ from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import CACHE_DTYPES, expect, expect_int, expect_type
 from flashqsa.errors import ArgumentError, ShapeError
+from flashqsa.ops.parts import is_traced
+from flashqsa.ops.selection import select_blocks_traced
 from flashqsa.plan import StepPlan
 from flashqsa.results import Selection
 from flashqsa.selection.plain import least_workspace_bytes, select_blocks_torch
@@ -56,6 +58,9 @@ def select_blocks(
     Source: transformers 5.24.0, Qwen4ExpTextQSAIndexer; ties by design (torch.topk leaves them open).
     """
     where = "select_blocks"
+    if is_traced(index_q):
+        return select_blocks_traced(index_q, cache, plan, return_scores=return_scores, out=out,
+                                    workspace_bytes=workspace_bytes, backend=backend)  # fmt: skip
     expect_type(where, "cache", cache, LayerCache)
     expect_type(where, "plan", plan, StepPlan)
     if cache.block_keys is None:
