@@ -231,6 +231,7 @@ def test_doctor_tells_a_damaged_checkpoint_in_one_line(
 
 def test_parts_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.9.1+cu130", "transformers": "5.16.0", "triton": None, "vllm": "0.30.9", "safetensors": None}
+    versions["tokenizers"] = "of unknown version"
     monkeypatch.setattr(doctor_parts, "_version", lambda name: versions.get(name, "99.0"))
     parts = doctor_parts.look_at_parts()
     states = {part.name: part.state for part in parts}

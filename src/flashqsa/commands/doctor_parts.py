@@ -146,7 +146,8 @@ def _part(name: str, least: str | None, serves: str) -> Part:
     if version is None:
         state = "missing"
     else:
-        state = "too old" if least and version_numbers(version) < version_numbers(least) else "ok"
+        numbers = version_numbers(version)  # none of a version that is not known: taken for what is wanted
+        state = "too old" if least and numbers and numbers < version_numbers(least) else "ok"
     return Part(name=name, version=version, least=least, serves=serves, state=state)
 
 

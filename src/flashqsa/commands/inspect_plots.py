@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.colors import LogNorm
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from flashqsa.commands.inspect_figures import LINES, UNSEEN, color_map, new_figure, style
 from flashqsa.commands.inspect_study import LayerStudy, Study
@@ -100,8 +100,8 @@ def _draw_map(ax: Any, shares: Any, positions: Any, tokens: Any) -> Any:
     image = ax.imshow(shares, norm=norm, cmap=color_map(), aspect="auto", interpolation="nearest", extent=extent)
     ax.set_xlabel("attended token")
     ax.set_ylabel("position of the row")
-    _count_tokens(ax.xaxis)
-    _count_tokens(ax.yaxis)
+    _count_tokens(ax.xaxis, steps=7)
+    _count_tokens(ax.yaxis, steps=7)
     return image
 
 
@@ -126,17 +126,18 @@ def _draw_overlap(ax: Any, layer: LayerStudy) -> None:
     if layer.overlap_line.shape[1]:
         ax.legend(fontsize=8, framealpha=0.8, edgecolor="none")
     else:
-        ax.text(0.5, 0.5, "no row left a block out", ha="center", transform=ax.transAxes, fontsize=8)
+        ax.text(0.5, 0.5, "no neighbours left blocks out", ha="center", transform=ax.transAxes, fontsize=8)
     _finish_curve(ax)
 
 
 def _draw_distances(ax: Any, layer: LayerStudy) -> None:
     edges, shares = layer.distances.edges.numpy(), layer.distances.share.nan_to_num().numpy()
     ax.bar(range(len(shares)), shares, width=0.92, color=LINES[0])
-    places = range(0, len(shares), max(1, len(shares) // 5))
+    places = range(0, len(shares), -(-len(shares) // 4))
     ax.set_xticks([place - 0.5 for place in places], [_short(int(edges[place])) for place in places])
     ax.set_xlabel("distance in tokens")
     ax.set_title("visible blocks selected", loc="left")
+    ax.set_ylim(0, shares.max() * 1.05 or 1)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
@@ -159,10 +160,11 @@ def _finish_curve(ax: Any) -> None:
     ax.set_ylim(0, 1.02)
     ax.set_xlabel("position of the row")
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    _count_tokens(ax.xaxis)
+    _count_tokens(ax.xaxis, steps=4)
 
 
-def _count_tokens(axis: Any) -> None:
+def _count_tokens(axis: Any, steps: int) -> None:
+    axis.set_major_locator(MaxNLocator(nbins=steps, integer=True))
     axis.set_major_formatter(FuncFormatter(lambda tokens, place: _short(int(tokens))))
 
 
