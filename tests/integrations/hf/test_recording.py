@@ -203,7 +203,7 @@ def test_recording_leaves_no_trace(model: Any, prompt: torch.Tensor, mask: torch
 def _small() -> Recording:
     ids = torch.tensor([[0, -1], [0, 1]], dtype=torch.int32)
     counts = torch.tensor([1, 2], dtype=torch.int32)
-    layer = LayerRecord(ids, counts, counts.clone(), ids.float())
+    layer = LayerRecord(ids, counts, counts, ids.float().t().contiguous().t())  # shared and strided memory as well
     return Recording(4, (3,), [StepRecord(counts - counts, torch.tensor([6, 9]), {3: layer})])
 
 
@@ -222,6 +222,9 @@ def test_files_that_are_no_recording(tmp_path: Path, refuses: Any) -> None:
         names = {f"step.0.layer.3.{name}": tensor for name, tensor in more.items()}
         return {name: tensor for name, tensor in (tensors | names).items() if tensor is not None}
 
+    def ids(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
     for error, values, about, part in (
         (ArgumentError, tensors, {}, "format None"),
         (UnsupportedError, tensors, metadata | {"version": "2"}, "'2'"),
@@ -229,6 +232,22 @@ def test_files_that_are_no_recording(tmp_path: Path, refuses: Any) -> None:
         (ShapeError, changed(visible_blocks=torch.ones(3, dtype=torch.int32)), metadata, "[3]"),
         (DTypeError, changed(block_ids=torch.ones(2, 2)), metadata, "float32"),
         (ShapeError, changed(scores=torch.ones(2, 3)), metadata, "[2, 3]"),
+        (ArgumentError, changed(block_ids=ids([[0, -1], [1, 0]])), metadata, "block_ids [1, 0]"),
+        (ArgumentError, changed(block_ids=ids([[0, -1], [1, 1]])), metadata, "row 1"),
+        (ArgumentError, changed(block_ids=ids([[0, 0], [0, 1]])), metadata, "row 0"),
+        (ArgumentError, changed(block_ids=ids([[0, -1], [0, 2]])), metadata, "block_ids [0, 2] in row 1"),
+        (ArgumentError, changed(block_counts=ids([1, 3])), metadata, "block_counts"),
+        (ArgumentError, changed(visible_blocks=ids([2, 2])), metadata, "visible_blocks"),
+        (ArgumentError, tensors, metadata | {"recording": "{"}, "source must be"),
+        (ArgumentError, tensors, metadata | {"recording": "[]"}, "source must be"),
+        (ArgumentError, tensors, metadata | {"recording": '{"steps": 1, "layer_ids": [3]}'}, "block_tokens"),
+        (ArgumentError, tensors, metadata | {"recording": metadata["recording"].replace("[3]", '"3"')}, "layer_ids"),
+        (
+            ArgumentError,
+            tensors,
+            metadata | {"recording": metadata["recording"].replace('steps": 1', 'steps": 2')},
+            "step.1.positions",
+        ),
     ):
         save_file(values, path, metadata=about or None)
         with refuses(error, "Recording.load", part):
