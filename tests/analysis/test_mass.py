@@ -62,6 +62,20 @@ def test_block_mass_is_the_dense_softmax_summed_by_block(case: StepCase, workspa
     step.assert_guards_intact()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_masses_on_a_gpu_are_those_of_the_cpu(case: StepCase) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        step = make_step(case, seed=3, device=device)
+        selection = flashqsa.select_blocks(step.index_q, step.cache, step.plan, backend="torch")
+        mass = block_mass(step.q, step.cache, step.plan)
+        kept = kept_mass(step.q, step.cache, step.plan, selection)
+        found.append([x.cpu() for x in (mass.blocks, mass.tail, kept.kept, kept.best, kept.recent)])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5, rtol=0, equal_nan=True)
+
+
 def test_block_mass_of_some_rows_in_any_order() -> None:
     step = make_step(CASES[1], seed=5)
     everything = block_mass(step.q, step.cache, step.plan)

@@ -139,12 +139,12 @@ def _plant(path: Path) -> None:
     model(torch.tensor([[token_id for piece in pieces for token_id in piece]]))
     hook.remove()
     hidden = seen[0]
-    gram = hidden.T @ hidden + 1e-2 * torch.eye(hidden.shape[1], dtype=torch.float64)
+    gram = hidden.T @ hidden + torch.eye(hidden.shape[1], dtype=torch.float64)
     directions = [torch.linalg.solve(gram, hidden.T @ (kinds == kind).double()) for kind in (1, 3)]
     file = path / "model.safetensors"
     tensors = load_file(file)
     name = f"model.layers.{PLANTED_LAYER}.self_attn.indexer.index_qk_proj.weight"
-    weight = 0.02 * tensors[name].view(-1, indexer.index_head_dim, hidden.shape[1])
+    weight = tensors[name].view(-1, indexer.index_head_dim, hidden.shape[1])
     weight[:-1, -1], weight[-1, -1] = 20 * directions[1].float(), 20 * directions[0].float()
     tensors[name] = weight.flatten(0, 1).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})

@@ -177,6 +177,17 @@ def test_inspect_weighs_rows_against_dense_attention(planted_checkpoint: Path, i
         assert layer["kept_mass"] == pytest.approx(sum(mass["kept"]) / 9, rel=1e-6)
 
 
+@pytest.mark.gpu
+def test_inspect_on_a_gpu(small_checkpoint: Path, capfd: Capture) -> None:
+    words = (small_checkpoint, "--random-tokens", 300, "--mass-rows", 5)
+    on_gpu = _json(capfd, *words, "--device", "cuda:0")
+    on_cpu = _json(capfd, *words, *CPU)
+    for mine, theirs in zip(on_gpu["layers"], on_cpu["layers"], strict=True):
+        assert mine["mass"]["positions"] == theirs["mass"]["positions"]
+        for name in ("context_share", "neighbour_overlap", "kept_mass", "best_mass", "recent_mass"):
+            assert mine[name] == pytest.approx(theirs[name], abs=2e-2)
+
+
 def test_what_is_planted_stands_in_the_heat_map(inspected: tuple[Path, str]) -> None:
     study = study_recording(Recording.load(inspected[0] / "rec.safetensors"), {}, layer_ids=(3, 7))
     shares = {}

@@ -144,6 +144,25 @@ def test_needle_numbers_are_those_of_the_definition(planted_checkpoint: Path, ca
         assert layer["dense_mass"] == pytest.approx(sum(masses) / 5, rel=1e-4)
 
 
+def test_needle_is_found_in_bfloat16_too(planted_checkpoint: Path, capfd: Capture) -> None:
+    result = _json(capfd, planted_checkpoint, *TEXTS, "--contexts", 500, "--depths", 30, "--dtype", "bfloat16")
+    assert result["dtype"] == "bfloat16"
+    planted, other = result["searches"][0]["layers"]
+    assert planted["selected_share"] > 0.8 > 0.5 > other["selected_share"]
+
+
+@pytest.mark.gpu
+def test_needle_is_found_on_a_gpu(planted_checkpoint: Path, capfd: Capture) -> None:
+    words = ("--contexts", "1k", "--depths", "0,40,100", "--json")
+    capfd.readouterr()
+    assert main(["needle", str(planted_checkpoint), *TEXTS, *words, "--device", "cuda:0"]) == 0
+    on_gpu = json.loads(capfd.readouterr().out)
+    on_cpu = _json(capfd, planted_checkpoint, *TEXTS, *words[:-1])
+    for mine, theirs in zip(on_gpu["searches"], on_cpu["searches"], strict=True):
+        assert mine["layers"][0]["selected_share"] == pytest.approx(theirs["layers"][0]["selected_share"], abs=0.1)
+        assert mine["layers"][0]["dense_mass"] == pytest.approx(theirs["layers"][0]["dense_mass"], abs=1e-2)
+
+
 def test_needle_for_people(planted_checkpoint: Path, capfd: Capture, tmp_path: Path) -> None:
     picture = tmp_path / "needle.png"
     words = (*TEXTS, "--contexts", "60,1k", "--depths", "50", "--plot", str(picture), *CPU)
