@@ -22,7 +22,7 @@ from flashqsa.analysis import (
     neighbour_overlap,
 )
 from flashqsa.analysis import rows as rows_module
-from flashqsa.errors import ArgumentError, SelectionError, ShapeError
+from flashqsa.errors import ArgumentError, DeviceError, DTypeError, SelectionError, ShapeError
 from flashqsa.recording import Recording
 
 R = 4
@@ -189,6 +189,12 @@ def test_what_is_refused(make_recording: MakeRecording, make_rows: MakeRows, ref
     for edges in ([4], [4, 4], [-1, 4], [5, 2]):
         with refuses(ArgumentError, "distance_histogram", "edges"):
             distance_histogram(rows, edges=edges)
+    with refuses(ArgumentError, "LayerRows", "block_tokens", "0"):
+        LayerRows(3, 0, rows.positions, rows.block_ids, rows.block_counts, rows.visible_blocks)
+    with refuses(DTypeError, "LayerRows", "positions", "int32"):
+        LayerRows(3, R, rows.positions.to(torch.int32), rows.block_ids, rows.block_counts, rows.visible_blocks)
+    with refuses(DeviceError, "LayerRows", "block_ids", "meta"):
+        LayerRows(3, R, rows.positions, rows.block_ids.to("meta"), rows.block_counts, rows.visible_blocks)
     with refuses(ShapeError, "LayerRows", "block_counts"):
         LayerRows(3, R, rows.positions, rows.block_ids, rows.block_counts[1:], rows.visible_blocks)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashqsa.checks import expect, expect_type
+from flashqsa.checks import expect, expect_int, expect_type
 from flashqsa.errors import ArgumentError
 from flashqsa.recording import Recording
 
@@ -26,6 +26,10 @@ class LayerRows:
         block_ids: [N, K] int32, ascending and unique in a row, -1 past its count.
         block_counts: [N] int32.
         visible_blocks: [N] int32, blocks that the row saw.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: A tensor is of another form, or not on the CPU.
+        ArgumentError: The block has no token.
     """
 
     layer_id: int
@@ -36,11 +40,13 @@ class LayerRows:
     visible_blocks: torch.Tensor
 
     def __post_init__(self) -> None:
+        where, cpu = "LayerRows", torch.device("cpu")
         dims: dict[str, int] = {}
-        expect("LayerRows", "positions", self.positions, "N", dims, dtypes=(torch.int64,))
-        expect("LayerRows", "block_ids", self.block_ids, "N K", dims, dtypes=(torch.int32,))
+        expect_int(where, "block_tokens", self.block_tokens, least=1)
+        expect(where, "positions", self.positions, "N", dims, dtypes=(torch.int64,), device=cpu)
+        expect(where, "block_ids", self.block_ids, "N K", dims, dtypes=(torch.int32,), device=cpu)
         for name in ("block_counts", "visible_blocks"):
-            expect("LayerRows", name, getattr(self, name), "N", dims, dtypes=(torch.int32,))
+            expect(where, name, getattr(self, name), "N", dims, dtypes=(torch.int32,), device=cpu)
 
     def __len__(self) -> int:
         """Rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,9 +121,12 @@ def _look(context: Any, selection: Selection, rows: torch.Tensor, blocks: torch.
     hits = (chosen.block_ids[:, :, None] == blocks) & valid[:, :, None]
     seen.selected.append(hits.any(dim=1).cpu())
     seen.chance.append((chosen.block_counts / chosen.visible_blocks.clamp(min=1)).cpu())
-    for row in rows.tolist():
-        scores = context.block_scores(row, row + 1)[0]
-        seen.ranks.append(_best_rank(scores, blocks[blocks < scores.shape[0]]).cpu())
+    with warnings.catch_warnings():
+        # On a GPU plain torch ranks all blocks of a long context, more than the kernels keep; it need not be told.
+        warnings.filterwarnings("ignore", message=".*topk_blocks is ")
+        for row in rows.tolist():
+            scores = context.block_scores(row, row + 1)[0]
+            seen.ranks.append(_best_rank(scores, blocks[blocks < scores.shape[0]]).cpu())
     for part in iterate_block_mass(
         context.q, context.cache, context.plan, rows=rows, softmax_scale=context.softmax_scale
     ):
