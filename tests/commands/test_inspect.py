@@ -500,6 +500,16 @@ def test_inspect_tells_a_bad_source_in_one_line(
     refused_inspect(path, "--random-tokens", 5, *CPU, told="flashqsa: inspect: checkpoint must hold weights")
 
 
+def test_inspect_tells_a_recording_that_cannot_be_read(
+    batch_recording: Path, refused_inspect: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Recording, "load", refuse)
+    refused_inspect(batch_recording, told="source must be a recording that can be read, got")
+
+
 @pytest.mark.parametrize("at", ["record_prompt", "study_recording", "_write_outputs"])
 def test_inspect_interrupted_leaves_no_file(
     at: str, small_checkpoint: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
