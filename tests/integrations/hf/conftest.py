@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,6 +27,31 @@ try:
     from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
 except ImportError:  # the extra is not installed
     collect_ignore_glob = ["test_*.py"]
+
+
+def _speak_as_later_versions() -> None:
+    """Earlier ones call the cache `past_key_values`; tests say `cache`."""
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+
+    for name in ("Qwen4ExpForCausalLM", "Qwen4ExpTextModel"):
+        owner = getattr(modeling, name)
+        theirs = owner.forward
+
+        def forward(self: Any, *args: Any, theirs: Any = theirs, **kwargs: Any) -> Any:
+            if "cache" in kwargs:
+                kwargs["past_key_values"] = kwargs.pop("cache")
+            return theirs(self, *args, **kwargs)
+
+        owner.forward = functools.wraps(theirs)(forward)
+    for output in (MoeCausalLMOutputWithPast, MoeModelOutputWithPast):
+        output.cache = property(lambda self: self.past_key_values)
+    transformers.PreTrainedModel.activation_checkpointing_enable = (
+        transformers.PreTrainedModel.gradient_checkpointing_enable
+    )
+
+
+if "modeling" in globals() and "cache" not in inspect.signature(modeling.Qwen4ExpForCausalLM.forward).parameters:
+    _speak_as_later_versions()
 
 CLOSE = 1e-5
 """Share of a row's largest score within which its K-th and next score count as tied by rounding."""
@@ -124,6 +151,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(__file__.rpartition("/")[0]):
             item.add_marker("transformers")
+
+
+@pytest.fixture
+def cache_keeps_positions() -> None:
+    """Skips versions that keep the position history beside the cache, where what is done to it does not reach."""
+    from transformers.cache_utils import DynamicIndexedLayer
+
+    if not hasattr(DynamicIndexedLayer(), "indexer_position_ids"):
+        pytest.skip(f"transformers {transformers.__version__} does not keep positions in the cache")
 
 
 @pytest.fixture

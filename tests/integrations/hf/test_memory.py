@@ -95,7 +95,7 @@ def test_fault_50_one_plan_serves_all_layers(
         return plans[-1]
 
     monkeypatch.setattr(masks, "plan_step", counting)
-    model = hf.enable(make_model(qsa_case, num_hidden_layers=3, layer_types=["indexed_attention"] * 3))
+    model = hf.enable(make_model(qsa_case, num_hidden_layers=3, layer_types=["full_attention"] * 3))
     out = model(make_tokens(2, 70))
     assert len(plans) == 1
     model(make_tokens(2, 1), cache=out.cache)

@@ -163,13 +163,14 @@ def test_generate_with_a_static_cache_where_classes_plan_masks_themselves(
     model: Any, prompt: torch.Tensor, watch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As transformers 5.16.1 does; theirs is called, and is back afterwards."""
-    from transformers.masking_utils import create_masks_for_generate
+    from transformers import masking_utils
 
     calls: list[str] = []
+    plan_masks = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
 
     def theirs(config: Any, **kwargs: Any) -> Any:
         calls.append(config._attn_implementation)
-        return create_masks_for_generate(config, **kwargs)
+        return plan_masks(config, **kwargs)
 
     options = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
     with monkeypatch.context() as patched:

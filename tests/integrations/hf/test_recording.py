@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused(
         _run(model, prompt, torch.ones_like(mask))
     with recording.replay(model), refuses(ArgumentError, "Recording", "step", "2"):
         _run(model, prompt, mask, steps=2)
-    for changed in ({"indexer_compress_ratio": 2}, {"num_hidden_layers": 1, "layer_types": ["indexed_attention"]}):
+    for changed in ({"indexer_compress_ratio": 2}, {"num_hidden_layers": 1, "layer_types": ["full_attention"]}):
         other = make_model(qsa_case, **changed)
         with refuses(ArgumentError, "Recording.replay", "blocks of 4 tokens"), recording.replay(other):
             pass

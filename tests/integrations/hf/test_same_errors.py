@@ -51,6 +51,7 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "select of a hybrid cache": lambda w: w.filled(w.hybrid).batch_select_indices(torch.tensor([1])),
     "select of a static cache": lambda w: w.filled(w.indexed, True).batch_select_indices(torch.tensor([1])),
     "repeat of a static cache": lambda w: w.filled(w.indexed, True).batch_repeat_interleave(2),
+    "crop of a static cache": lambda w: w.filled(w.indexed, True).crop(-4),
     "reorder out of range": lambda w: w.filled(w.indexed).reorder_cache(torch.tensor([0, 5])),
     "more rows than the cache": lambda w: w.go_on(False, w.other[:, :1]),
     "fewer rows than the cache": lambda w: w.go_on(False, w.other[:1, :1]),
@@ -76,7 +77,6 @@ CALLS: dict[str, Callable[[World], Any]] = {
     "a mask with three axes": lambda w: w.indexed(w.prompt, attention_mask=torch.ones(2, TOKENS, TOKENS)),
 }
 SERVED: dict[str, Callable[[World], Any]] = {
-    "crop of a static cache": lambda w: w.filled(w.indexed, True).crop(-4),
     "exactly as many tokens as the static cache": lambda w: w.go_on(True, w.prompt[:, :4]),
     "embeddings": lambda w: w.indexed(inputs_embeds=w.indexed.get_input_embeddings()(w.prompt)),
     "hidden states": lambda w: w.indexed(w.prompt, output_hidden_states=True),
