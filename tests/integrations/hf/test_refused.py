@@ -28,7 +28,7 @@ def test_masks_with_four_axes(model: Any, prompt: torch.Tensor, refuses: Any) ->
     for mask in (causal, torch.where(causal, 0.0, -torch.inf)):
         with refuses(UnsupportedError, "flashqsa", "attention_mask", "[2, 1, 40, 40]", "2-D"):
             model(prompt, attention_mask=mask)
-    names = ("indexed_attention", "full_attention")  # as versions name the masks of QSA layers
+    names = ("indexed_attention", "full_attention", "qwen_sparse_attention")  # as versions name the masks of QSA layers
     with refuses(UnsupportedError, "flashqsa", "attention_mask", "[2, 1, 40, 40]"):
         model.model(prompt, attention_mask=dict.fromkeys(names, causal))
     with refuses(UnsupportedError, "flashqsa", "attention_mask", "got None"):
