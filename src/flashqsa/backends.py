@@ -56,7 +56,9 @@ def resolve_backend(stage: str, backend: str, device: torch.device, refusal: str
         UnsupportedError: The named backend does not serve this call.
     """
     if backend != "auto" and backend not in BACKENDS:
-        raise ArgumentError(f"{stage}: backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}.")
+        raise ArgumentError(
+            f"{stage}: backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}. Leave it out for auto."
+        )
     if backend == "triton" and refusal is not None:
         raise UnsupportedError(
             f"{stage}: backend must serve the call, got 'triton', which refuses it: {refusal}. Use 'torch', or 'auto'."

@@ -15,8 +15,7 @@ from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import FLOAT_DTYPES, expect, expect_number, expect_type, values_are_checked
 from flashqsa.errors import ShapeError
-from flashqsa.ops.attention import attend_tokens_traced, attend_traced
-from flashqsa.ops.parts import is_traced
+from flashqsa.ops.tracing import is_traced
 from flashqsa.plan import StepPlan
 from flashqsa.plan.selected import check_selection
 from flashqsa.results import Selection
@@ -70,6 +69,8 @@ def attend(
     """
     where = "attend"
     if is_traced(q):
+        from flashqsa.ops.attention import attend_traced
+
         return attend_traced(
             q, cache, selection, plan, gate=gate, softmax_scale=softmax_scale, include_tail=include_tail,
             row_exact=row_exact, out_dtype=out_dtype, return_lse=return_lse, out=out, backend=backend,
@@ -121,6 +122,8 @@ def attend_tokens(
     """
     where = "attend_tokens"
     if is_traced(q):
+        from flashqsa.ops.attention import attend_tokens_traced
+
         return attend_tokens_traced(
             q, cache, token_ids, plan, gate=gate, softmax_scale=softmax_scale, row_exact=row_exact,
             out_dtype=out_dtype, return_lse=return_lse, out=out, backend=backend,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flashqsa.cache.state import LayerCache
 from flashqsa.plan.step import StepPlan
@@ -44,11 +43,6 @@ NO_GRADIENTS = (
     "flashqsa's operators have no gradients in a graph. Call under torch.no_grad() or torch.inference_mode(), or leave "
     "fullgraph out, so that the call runs outside the graph."
 )
-
-
-def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a call is being traced into a graph, or runs on tensors without values."""
-    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
 
 
 def needs_gradients(tensors: Sequence[torch.Tensor | None]) -> bool:

@@ -8,8 +8,7 @@ from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import CACHE_DTYPES, FLOAT_DTYPES, expect, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError, DTypeError, ShapeError
-from flashqsa.ops.parts import is_traced
-from flashqsa.ops.preparation import prepare_traced
+from flashqsa.ops.tracing import is_traced
 from flashqsa.plan import StepPlan
 from flashqsa.preparation.plain import prepare_torch
 from flashqsa.preparation.reference import prepare_reference
@@ -63,6 +62,8 @@ def prepare(
     """
     where = "prepare"
     if is_traced(q_gate):
+        from flashqsa.ops.preparation import prepare_traced
+
         return prepare_traced(
             q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan, out=out, backend=backend
         )

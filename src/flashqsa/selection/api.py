@@ -10,8 +10,7 @@ from flashqsa.backends import resolve_backend
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import CACHE_DTYPES, expect, expect_int, expect_type
 from flashqsa.errors import ArgumentError, ShapeError
-from flashqsa.ops.parts import is_traced
-from flashqsa.ops.selection import select_blocks_traced
+from flashqsa.ops.tracing import is_traced
 from flashqsa.plan import StepPlan
 from flashqsa.results import Selection
 from flashqsa.selection.plain import least_workspace_bytes, select_blocks_torch
@@ -59,6 +58,8 @@ def select_blocks(
     """
     where = "select_blocks"
     if is_traced(index_q):
+        from flashqsa.ops.selection import select_blocks_traced
+
         return select_blocks_traced(index_q, cache, plan, return_scores=return_scores, out=out,
                                     workspace_bytes=workspace_bytes, backend=backend)  # fmt: skip
     expect_type(where, "cache", cache, LayerCache)
