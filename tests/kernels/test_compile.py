@@ -16,6 +16,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
 from flashqsa.attention import triton_rows
 from flashqsa.attention.tokens import RowTokens
 from flashqsa.cache import LayerCache
@@ -25,6 +27,8 @@ from flashqsa.selection import triton_select
 from flashqsa.testing.compiling import ARCHS, SHARED_BYTES, Compiled, Launch, compile_launch, recorded_launches
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+PINNED = "3.9"
+"""The Triton that spills are judged with; another one allocates registers in its own way."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,19 @@ def _launches(variant: Variant, stage: str) -> list[Launch]:
     return launches
 
 
-def _compiled(launch: Launch, arch: int, spills: int) -> Compiled:
+def _compiled(launch: Launch, arch: int) -> Compiled:
     compiled = compile_launch(launch, arch)
     assert compiled.shared_bytes <= SHARED_BYTES[arch], f"{compiled.shared_bytes} bytes of shared memory"
-    assert compiled.spill_bytes <= spills, f"{compiled.spill_bytes} bytes spilled of {compiled.registers} registers"
     assert ".tf32" not in compiled.ptx
     return compiled
+
+
+def _judge_spills(variant: Variant, *compiled: Compiled) -> None:
+    """Last in a test: with another Triton the rest is tested and this is skipped."""
+    if not triton.__version__.startswith(f"{PINNED}."):
+        pytest.skip(f"spills are judged with triton {PINNED}, not {triton.__version__}")
+    for each in compiled:
+        assert each.spill_bytes <= variant.spills, f"{each.spill_bytes} bytes spilled of {each.registers} registers"
 
 
 def _each(variants: tuple[Variant, ...]) -> pytest.MarkDecorator:
@@ -132,14 +143,18 @@ def _each(variants: tuple[Variant, ...]) -> pytest.MarkDecorator:
 @_each(ATTEND)
 def test_attend_rows_compiles(variant: Variant, arch: int) -> None:
     (launch,) = _launches(variant, "attend")
-    assert "max.NaN" in _compiled(launch, arch, variant.spills).ptx
+    compiled = _compiled(launch, arch)
+    assert "max.NaN" in compiled.ptx
+    _judge_spills(variant, compiled)
 
 
 @_each(SELECT)
 def test_score_blocks_compiles(variant: Variant, arch: int) -> None:
     launch = _launches(variant, "select")[0]
     assert launch.kernel.__name__ == "_score_blocks_kernel"
-    assert "max.NaN" in _compiled(launch, arch, variant.spills).ptx
+    compiled = _compiled(launch, arch)
+    assert "max.NaN" in compiled.ptx
+    _judge_spills(variant, compiled)
 
 
 @_each(TOP)
@@ -148,5 +163,4 @@ def test_top_blocks_compiles(variant: Variant, arch: int) -> None:
     launches = _launches(variant, "select")[1:]
     assert all(launch.kernel.__name__ == "_top_blocks_kernel" for launch in launches)
     assert len(launches) == {8192: 1, 131072: 2, 1 << 20: 2}[variant.context]
-    for launch in launches:
-        _compiled(launch, arch, variant.spills)
+    _judge_spills(variant, *[_compiled(launch, arch) for launch in launches])

@@ -177,5 +177,5 @@ def plan_step_triton(query_starts, seq_lens, page_table, out, *, num_pages, firs
         else num_pages - 1, columns, page_table.stride(0) if columns else 0, out.page_table.stride(0) if columns else 0,
         ADDRESSING=addressing, DERIVED=derived, HAS_RINGS=ring_ids is not None, PAGE_TOKENS=out.page_tokens or 1,
         BLOCK_TOKENS=out.block_tokens, RING_TOKENS=out.ring_tokens or 1, ROWS=ROWS,
-        STARTS=16 if requests <= 16 else 256, COPIED=COPIED,
+        STARTS=16 if requests <= 16 else 256, COPIED=COPIED, enable_fp_fusion=False,
     )  # fmt: skip

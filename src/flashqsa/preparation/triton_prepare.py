@@ -31,7 +31,7 @@ from flashqsa.preparation.triton_heads import (
 TILE_ELEMENTS = 1024
 """Elements of the heads that one program prepares, about: few registers, so that many programs are resident."""
 
-UNROLLED_MEMBERS = 16
+UNROLLED_MEMBERS = 8
 """Members of a block up to which pooling asks for all of them at once."""
 
 BLOCK_ROWS = 8

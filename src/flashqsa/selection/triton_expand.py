@@ -57,4 +57,5 @@ def expand_tokens_triton(selection, plan, out, *, tail_tokens):
         selection.block_ids, selection.block_counts, selection.visible_blocks, plan.request_ids, plan.positions, out,
         selection.block_ids.stride(0), out.stride(0), TOPK=topk, BLOCK_TOKENS=plan.block_tokens,
         TAIL_TOKENS=tail_tokens, TILES=tiles, COLUMNS=columns,
+        enable_fp_fusion=False,
     )  # fmt: skip
