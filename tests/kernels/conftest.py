@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashqsa import backends
 from flashqsa.attention import attend, attend_tokens
 from flashqsa.cache import LayerCache
 from flashqsa.plan import StepPlan, plan_step
@@ -79,6 +80,14 @@ def _products_round_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _every_kernel_is_tried() -> Iterator[None]:
+    """`auto` takes every kernel that serves the device, also those that it leaves to torch elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "UNTRIED", frozenset())
         yield
 
 

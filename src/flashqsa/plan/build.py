@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashqsa.backends import triton_refusal
+from flashqsa.backends import takes_kernel
 from flashqsa.cache.layout import check_page_tokens, ring_capacity
 from flashqsa.checks import expect, expect_int, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError
@@ -303,8 +303,8 @@ def _row_tensors(
 
 
 def plans_by_kernel(device: torch.device) -> bool:
-    """Whether one kernel makes the plan: on every CUDA device that kernels serve."""
-    return device.type == "cuda" and triton_refusal(device) is None
+    """Whether one kernel makes the plan."""
+    return takes_kernel("plan_step", device)
 
 
 def _row_buffers(num_rows: int, device: torch.device, out: StepPlan | None) -> dict[str, torch.Tensor]:
