@@ -125,6 +125,19 @@ def test_a_step_that_is_taken_back_unwritten_is_no_fault(make_serving: Any, draw
     serving.check_caches("a")
 
 
+def test_rows_that_were_taken_back_have_to_be_written_again(make_serving: Any, draw_tokens: Any, refuses: Any) -> None:
+    serving = make_serving()
+    pool = serving.pool
+    serving.open("a")
+    serving.step({"a": draw_tokens(20)})
+    serving.step({"a": draw_tokens(7, 1)})
+    pool.hold_prefix("a")  # all 27 tokens have been looked at
+    pool.rollback("a", rows=5)
+    pool.plan_step({"a": 5})
+    with refuses(ArgumentError, "PagedPool.export_request", "request 'a'", "layer 3", "token 22"):
+        pool.export_request("a")
+
+
 def test_fault_23_a_dense_path_that_writes_no_block_keys_is_found(
     make_serving: Any, draw_tokens: Any, refuses: Any
 ) -> None:
