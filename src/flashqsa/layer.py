@@ -96,6 +96,9 @@ class QSAAttention(nn.Module):
     ) -> tuple[torch.Tensor, Selection]:
         """Run the layer over the rows of one step.
 
+        Compiles into one graph (``torch.compile(layer, fullgraph=True)``) without gradients. There the values of a
+        reused selection are checked by attention, when the caches have been written.
+
         Args:
             hidden_states: [T, hidden] in the model dtype, row for row of the plan.
             rope_positions: [T] or [3, T] int64 rotary positions.
