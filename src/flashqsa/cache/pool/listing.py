@@ -44,8 +44,9 @@ def summary_text(
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     total = sum(listed.tensor.numel() * listed.tensor.element_size() for listed in tensors)
+    plural = "" if layers == 1 else "s"
     lines += [
-        f"{layers} layer{'' if layers == 1 else 's'}: {token_bytes:,.1f} bytes a token, {size_text(page_bytes)} a page, "
+        f"{layers} layer{plural}: {token_bytes:,.1f} bytes a token, {size_text(page_bytes)} a page, "
         f"{size_text(request_bytes)} a request besides",
         f"in all {size_text(total)}",
     ]
