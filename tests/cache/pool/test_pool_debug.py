@@ -82,6 +82,18 @@ def test_everything_works_in_poisoned_memory(make_serving: Any, draw_tokens: Any
         serving.check_caches(name)
 
 
+def test_a_rollback_poisons_no_row_that_another_request_reads(make_serving: Any, draw_tokens: Any) -> None:
+    serving = make_serving()
+    serving.open("a")
+    serving.step({"a": draw_tokens(45)})
+    serving.fork("a", "b")
+    serving.rollback("b", 40)
+    serving.check_caches("a")
+    serving.step({"a": [1], "b": [2]})
+    for name in "ab":
+        serving.check_caches(name)
+
+
 CALLS = {
     "plan_step": lambda pool: pool.plan_step({"b": 1, "a": 1}),
     "fork": lambda pool: pool.fork("a", "c"),
