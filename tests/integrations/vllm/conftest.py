@@ -26,9 +26,12 @@ SCRIPT = Path(__file__).with_name("engine_process.py")
 
 @dataclass(frozen=True)
 class EngineOutput:
-    """What an engine's process did: tokens of each prompt, calls of each stage, all that it printed."""
+    """What an engine's process did: tokens of each prompt, what is known of them, calls of each stage."""
 
     tokens: list[list[int]]
+    logprobs: list[list[float]]
+    cached_tokens: list[int]
+    preemptions: int
     calls: dict[str, int]
     steps: int
     printed: str
@@ -37,13 +40,17 @@ class EngineOutput:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint: vLLM's gated-delta kernel for CPUs takes heads of 64 and more."""
+    """A small checkpoint: vLLM's gated-delta kernel for CPUs takes heads of 64 and more.
+
+    Every token goes to all experts: with two of them, rounding alone sends a token elsewhere now and then.
+    """
     folder = tmp_path_factory.mktemp("vllm") / "tiny"
     make_config = tiny_checkpoint.model_config
 
     def wider(options: tiny_checkpoint.TinyOptions) -> Any:
         config = make_config(options)
         config.linear_key_head_dim = config.linear_value_head_dim = 64
+        config.num_experts_per_tok = config.num_experts
         return config
 
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +100,8 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
             [sys.executable, str(SCRIPT), str(job), str(result)], capture_output=True, text=True, check=False,
             timeout=280, env=environment, cwd=folder,
         )  # fmt: skip
-        values = json.loads(result.read_text()) if result.exists() else {"tokens": [], "calls": {}, "steps": 0}
+        nothing = {"tokens": [], "logprobs": [], "cached_tokens": [], "preemptions": 0, "calls": {}, "steps": 0}
+        values = json.loads(result.read_text()) if result.exists() else nothing
         return EngineOutput(**values, printed=process.stdout + process.stderr, exit_code=process.returncode)
 
     return run
