@@ -83,12 +83,10 @@ def _products_round_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _every_kernel_is_tried() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` takes every kernel that serves the device, also those that it leaves to torch elsewhere."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "UNTRIED", frozenset())
-        yield
+    monkeypatch.setattr(backends, "UNTRIED", frozenset())
 
 
 @pytest.fixture(scope="session")
