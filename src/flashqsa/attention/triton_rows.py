@@ -71,6 +71,29 @@ def _resolve_units(
 
 
 @triton.jit
+def _attend_piece(
+    q, slot, live, allowed, top, weight, total, end_slot, k_ptr, v_ptr, stride_kp, stride_ks, stride_vp, stride_vs,
+    scale_log2, d, in_d, PAGE_TOKENS: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add N tokens at given slots to a softmax state of M rows; `allowed` [M, N] or [1, N] says who attends what."""
+    slot = tl.minimum(slot, end_slot - 1)  # whatever the ids say, nothing outside the caches is read
+    page = (slot // PAGE_TOKENS).to(tl.int64)
+    slot = slot % PAGE_TOKENS
+    k = _load_rows(k_ptr, page * stride_kp + slot * stride_ks, d, live, in_d, EVEN_D, q.dtype)
+    v = _load_rows(v_ptr, page * stride_vp + slot * stride_vs, d, live, in_d, EVEN_D, q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = tl.where(allowed, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2, propagate_nan=tl.PropagateNan.ALL)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.math.exp2(tl.fma(scores, scale_log2, tl.broadcast_to(-base[:, None], scores.shape)))
+    p = tl.where(allowed, p, 0.0)
+    keep = tl.math.exp2(top - base)
+    weight = tl.fma(weight, keep, tl.sum(p, 1))
+    total = tl.dot(p.to(v.dtype), v, total * keep[:, None], input_precision=PRECISION)
+    return new_top, weight, total
+
+
+@triton.jit
 def _attend_tile(
     q, at, stop, top, weight, total, slots_ptr, end_slot, k_ptr, v_ptr, stride_kp, stride_ks, stride_vp, stride_vs,
     scale_log2, d, in_d,
@@ -81,21 +104,10 @@ def _attend_tile(
     j = at + tl.arange(0, BLOCK_N)
     live = j < stop
     slot = tl.load(slots_ptr + j // BLOCK_TOKENS, mask=live, other=0) + j % BLOCK_TOKENS
-    slot = tl.minimum(slot, end_slot - 1)  # whatever the ids say, nothing outside the caches is read
-    page = (slot // PAGE_TOKENS).to(tl.int64)
-    slot = slot % PAGE_TOKENS
-    k = _load_rows(k_ptr, page * stride_kp + slot * stride_ks, d, live, in_d, EVEN_D, q.dtype)
-    v = _load_rows(v_ptr, page * stride_vp + slot * stride_vs, d, live, in_d, EVEN_D, q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    scores = tl.where(live[None, :], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2, propagate_nan=tl.PropagateNan.ALL)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.math.exp2(tl.fma(scores, scale_log2, tl.broadcast_to(-base[:, None], scores.shape)))
-    p = tl.where(live[None, :], p, 0.0)
-    keep = tl.math.exp2(top - base)
-    weight = tl.fma(weight, keep, tl.sum(p, 1))
-    total = tl.dot(p.to(v.dtype), v, total * keep[:, None], input_precision=PRECISION)
-    return new_top, weight, total
+    return _attend_piece(
+        q, slot, live, live[None, :], top, weight, total, end_slot, k_ptr, v_ptr, stride_kp, stride_ks, stride_vp,
+        stride_vs, scale_log2, d, in_d, PAGE_TOKENS, EVEN_D, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
