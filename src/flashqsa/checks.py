@@ -10,10 +10,11 @@ import math
 import os
 from collections.abc import Sequence
 from numbers import Integral, Real
+from types import ModuleType
 
 import torch
 
-from flashqsa.errors import ArgumentError, DeviceError, DTypeError, FlashQSAError, ShapeError
+from flashqsa.errors import ArgumentError, DeviceError, DTypeError, FlashQSAError, ShapeError, UnsupportedError
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP8 = torch.float8_e4m3fn
@@ -141,3 +142,23 @@ def expect_type(where: str, name: str, value: object, kind: type, *, hint: str =
             f"{where}: {name} must be a {kind.__name__}, got {type(value).__name__}. "
             f"{hint or f'Pass the {kind.__name__}.'}"
         )
+
+
+def import_safetensors(where: str) -> tuple[ModuleType, ModuleType]:
+    """The modules `safetensors` and `safetensors.torch`.
+
+    Args:
+        where: Name of the calling function, first in the message.
+
+    Raises:
+        UnsupportedError: safetensors is not installed.
+    """
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{where}: safetensors must be installed, got {type(error).__name__}: {error}. "
+            "Run pip install 'flashqsa[transformers]'."
+        ) from error
+    return safetensors, safetensors.torch

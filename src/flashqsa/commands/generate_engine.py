@@ -103,7 +103,7 @@ def run_engine(request: RunRequest, engine: str, on_progress: Progress = lambda 
         UnsupportedError: The model or the prompt does not fit in memory.
     """
     device = torch.device(request.device)
-    with _memory_errors(engine), _threads(request.threads), quiet_transformers():
+    with _memory_errors(engine), torch_threads(request.threads), quiet_transformers():
         started = time.perf_counter()
         model, unused_tensors = load_model(request.checkpoint, dtype=request.dtype, device=device)
         load_s = time.perf_counter() - started
@@ -142,7 +142,8 @@ def _engine_on(model: Any, engine: str) -> Iterator[None]:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
+    """So many CPU threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -157,10 +158,14 @@ def _memory_errors(engine: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not out_of_memory:
+        if not is_out_of_memory(error):
             raise
         raise memory_error(engine, " ".join(str(error).split())) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a failure says that memory ran out, on the CPU or on a device."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def memory_error(engine: str, told: str) -> UnsupportedError:

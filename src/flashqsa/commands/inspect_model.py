@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashqsa.commands.generate_engine import RunRequest
+from flashqsa.commands.generate_engine import RunRequest, is_out_of_memory, torch_threads
 from flashqsa.commands.generate_loop import generate_tokens
 from flashqsa.commands.generate_model import load_model, quiet_transformers
 from flashqsa.errors import FlashQSAError, UnsupportedError
@@ -31,9 +31,9 @@ def errors_of(command: str) -> Iterator[None]:
             raise
         raise type(error)(f"{command}: {told.removeprefix(OTHER_COMMAND)}") from error
     except (MemoryError, RuntimeError) as error:
-        told = " ".join(str(error).split())
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in told:
+        if not is_out_of_memory(error):
             raise
+        told = " ".join(str(error).split())
         raise UnsupportedError(
             f"{command}: the model and its context must fit in memory, got: {told}. "
             "Take a smaller --prefill-chunk, a shorter context or a narrower --dtype."
@@ -47,14 +47,9 @@ def loaded_model(request: RunRequest) -> Iterator[Any]:
     Raises:
         ConfigError: The checkpoint does not load.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(request.threads)
-    try:
-        with quiet_transformers():
-            model, _ = load_model(request.checkpoint, dtype=request.dtype, device=torch.device(request.device))
-            yield model
-    finally:
-        torch.set_num_threads(threads)
+    with torch_threads(request.threads), quiet_transformers():
+        model, _ = load_model(request.checkpoint, dtype=request.dtype, device=torch.device(request.device))
+        yield model
 
 
 def run_prompt(

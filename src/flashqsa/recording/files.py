@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from os import PathLike
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from flashqsa.checks import expect
+from flashqsa.checks import expect, import_safetensors
 from flashqsa.errors import ArgumentError, UnsupportedError
 from flashqsa.recording.contents import LayerRecord, Recording, StepRecord
 
@@ -17,23 +16,11 @@ FORMAT, VERSION = "flashqsa.recording", 1
 LAYER_TENSORS = ("block_ids", "block_counts", "visible_blocks", "scores")
 
 
-def _safetensors(where: str) -> tuple[ModuleType, ModuleType]:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{where}: safetensors must be installed, got {type(error).__name__}: {error}. "
-            "Run pip install 'flashqsa[transformers]'."
-        ) from error
-    return safetensors, safetensors.torch
-
-
 def save_recording(recording: Recording, path: str | PathLike[str]) -> None:
     """As `Recording.save`."""
     from flashqsa import __version__
 
-    _, torch_files = _safetensors("Recording.save")
+    _, torch_files = import_safetensors("Recording.save")
     tensors: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for number, step in enumerate(recording.steps):
@@ -62,7 +49,7 @@ def save_recording(recording: Recording, path: str | PathLike[str]) -> None:
 def load_recording(path: str | PathLike[str]) -> Recording:
     """As `Recording.load`."""
     where = "Recording.load"
-    safetensors, _ = _safetensors(where)
+    safetensors, _ = import_safetensors(where)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             about = _about(where, path, file.metadata() or {})

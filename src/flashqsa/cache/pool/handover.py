@@ -7,14 +7,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from flashqsa.cache.pool.accounts import Account, PoolAccounts
 from flashqsa.cache.pool.memory import PoolMemory, raw
-from flashqsa.checks import expect, expect_int, expect_type
+from flashqsa.checks import expect, expect_int, expect_type, import_safetensors
 from flashqsa.config import QSAConfig
 from flashqsa.errors import ArgumentError, UnsupportedError
 
@@ -57,7 +56,7 @@ class ExportedRequest:
         Raises:
             UnsupportedError: safetensors is not installed.
         """
-        _, torch_files = _safetensors("ExportedRequest.save")
+        _, torch_files = import_safetensors("ExportedRequest.save")
         about = {name: getattr(self, name) for name in NUMBERS}
         about |= {"layer_ids": list(self.layer_ids), "model": self.model}
         metadata = {"format": FORMAT, "version": str(VERSION), "request": json.dumps(about)}
@@ -82,7 +81,7 @@ class ExportedRequest:
             UnsupportedError: safetensors is not installed, or the file is of another version.
         """
         where = "ExportedRequest.load"
-        safetensors, _ = _safetensors(where)
+        safetensors, _ = import_safetensors(where)
         try:
             with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
                 about = _about(where, path, file.metadata() or {})
@@ -95,18 +94,6 @@ class ExportedRequest:
             about["length"], about["ring_start"], about["block_tokens"], tuple(about["layer_ids"]), about["model"],
             tensors,
         )  # fmt: skip
-
-
-def _safetensors(where: str) -> tuple[ModuleType, ModuleType]:
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{where}: safetensors must be installed, got {type(error).__name__}: {error}. "
-            "Run pip install 'flashqsa[transformers]'."
-        ) from error
-    return safetensors, safetensors.torch
 
 
 def _about(where: str, path: Any, metadata: Mapping[str, str]) -> dict[str, Any]:
