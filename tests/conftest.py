@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -50,3 +51,21 @@ def refuses() -> Refuses:
             assert part in message, f"{part!r} is missing in: {message}"
 
     return expecting
+
+
+@pytest.fixture
+def no_synchronisation() -> Callable[[], AbstractContextManager[None]]:
+    """`with no_synchronisation():` a wait of the host for a CUDA device raises inside the block."""
+
+    @contextmanager
+    def forbidding() -> Iterator[None]:
+        torch.cuda.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch says that the mode does not see everything
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return forbidding

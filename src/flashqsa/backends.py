@@ -12,9 +12,6 @@ from flashqsa.errors import ArgumentError, UnsupportedError
 STAGES = ("prepare", "select_blocks", "attend")
 BACKENDS = ("reference", "torch", "triton")
 LEAST_CAPABILITY = (8, 0)
-UNTRIED = frozenset({"plan_step", "prepare", "expand_tokens"})
-"""Whose kernels are proven in Triton's interpreter and by compiling alone: `auto` leaves them to torch on a GPU."""
-NOT_TRIED = "its kernel has not run on a GPU yet; ask for backend 'triton' by name"
 
 _announced: set[tuple[str, str]] = set()
 
@@ -45,9 +42,9 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def takes_kernel(stage: str, device: torch.device) -> bool:
-    """Whether `auto` takes a kernel on this device, whatever the call."""
-    return device.type == "cuda" and triton_refusal(device) is None and stage not in UNTRIED
+def takes_kernels(device: torch.device) -> bool:
+    """Whether `auto` takes kernels on this device, whatever the call."""
+    return device.type == "cuda" and triton_refusal(device) is None
 
 
 def resolve_backend(stage: str, backend: str, device: torch.device, refusal: str | None) -> str:
@@ -75,8 +72,6 @@ def resolve_backend(stage: str, backend: str, device: torch.device, refusal: str
         return backend
     if device.type == "cpu":
         return "torch"
-    if refusal is None and stage in UNTRIED:
-        refusal = NOT_TRIED
     if refusal is None:
         return "triton"
     if (stage, refusal) not in _announced:
@@ -98,15 +93,12 @@ def explain(device: torch.device | str = "cpu") -> dict[str, dict[str, str]]:
     """
     where = torch.device(device)
     lines = {}
+    refusal, takes_triton = triton_refusal(where), takes_kernels(where)
+    if refusal is not None:
+        kernel = f"refused: {refusal}"
+    else:
+        kernel = "taken" if takes_triton else "refused by auto: interpreted"
     for stage in STAGES:
-        refusal = triton_refusal(where)
-        takes_triton = takes_kernel(stage, where)
-        if refusal is not None:
-            kernel = f"refused: {refusal}"
-        elif takes_triton:
-            kernel = "taken"
-        else:
-            kernel = f"refused by auto: {'interpreted' if where.type == 'cpu' else NOT_TRIED}"
         lines[stage] = {
             "torch": "refused by auto: kernels are faster"
             if takes_triton

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-from flashqsa import backends
 from flashqsa.attention import attend, attend_tokens
 from flashqsa.cache import LayerCache
 from flashqsa.plan import StepPlan, plan_step
@@ -81,12 +80,6 @@ def _products_round_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", create_dot)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` takes every kernel that serves the device, also those that it leaves to torch elsewhere."""
-    monkeypatch.setattr(backends, "UNTRIED", frozenset())
 
 
 @pytest.fixture(scope="session")

@@ -164,7 +164,7 @@ def test_fault_50_a_step_of_any_size_is_prepared_in_one_launch() -> None:
 @pytest.mark.parametrize("contiguous", [False, True], ids=["paged", "contiguous"])
 def test_plan_compiles(monkeypatch: pytest.MonkeyPatch, arch: int, contiguous: bool) -> None:
     """One launch plans a step, and one refills a plan from other tensors."""
-    monkeypatch.setattr(build, "plans_by_kernel", lambda device: True)
+    monkeypatch.setattr(build, "takes_kernels", lambda device: True)
     monkeypatch.setattr(build, "values_are_checked", lambda device: False)
     step = _step(Variant("plan"))
     if contiguous:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -106,15 +104,6 @@ class Device:
             assert float((lse[row] - wanted_lse).abs().max()) < 1e-5, f"lse of row {row}"
 
 
-@contextmanager
-def _no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_fault_17_one_graph_replayed_over_edited_steps() -> None:
     """Plan, selection and attention in one graph; lengths and page table are edited in place between replays.
 
@@ -166,11 +155,11 @@ def test_fault_17_one_graph_replayed_over_edited_steps() -> None:
         assert bool((out[2 * live :] == 0).all())
 
 
-def test_fault_47_no_synchronisation() -> None:
+def test_fault_47_no_synchronisation(no_synchronisation: Any) -> None:
     work = Device.make(3, 9000, 6, seed=71)
     plan = work.plan([9000, 8000, 10], [1, 3, 2], max_seq_len=9000)
     work.run(plan)
-    with _no_synchronisation():
+    with no_synchronisation():
         selection, out, _ = work.run(plan)
     work.check_rows(plan, (selection, *work.run(plan)[1:]), [0, 2, 5])
     assert bool(torch.isfinite(out).all())

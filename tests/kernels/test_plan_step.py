@@ -79,7 +79,7 @@ def by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StepPlan]:
 
     def make(form: str, given: dict[str, Any], **changes: Any) -> StepPlan:
         with monkeypatch.context() as patch:
-            patch.setattr(build, "plans_by_kernel", lambda device: form == "kernel")
+            patch.setattr(build, "takes_kernels", lambda device: form == "kernel")
             return plan_step(**given | changes)
 
     return make

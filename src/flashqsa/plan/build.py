@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashqsa.backends import takes_kernel
+from flashqsa.backends import takes_kernels
 from flashqsa.cache.layout import check_page_tokens, ring_capacity
 from flashqsa.checks import expect, expect_int, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError
@@ -98,7 +98,7 @@ def plan_step(
                 "device; pass the number of packed rows."
             )
         num_rows = int(query_starts[-1])
-    by_kernel = plans_by_kernel(device)
+    by_kernel = takes_kernels(device)
     given = (query_starts, seq_lens, page_table, first_slots, first_block_slots, ring_ids)
     if first_slots is not None and first_block_slots is None:
         first_block_slots = torch.empty_like(first_slots) if by_kernel else first_slots // block_tokens
@@ -300,11 +300,6 @@ def _row_tensors(
         "closed_block_slot_ids": block_slots,
         "ring_slot_ids": ring_slots,
     }
-
-
-def plans_by_kernel(device: torch.device) -> bool:
-    """Whether one kernel makes the plan."""
-    return takes_kernel("plan_step", device)
 
 
 def _row_buffers(num_rows: int, device: torch.device, out: StepPlan | None) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashqsa.backends import takes_kernel
+from flashqsa.backends import takes_kernels
 from flashqsa.checks import expect, expect_int, expect_type, values_are_checked
 from flashqsa.errors import ArgumentError
 from flashqsa.plan import StepPlan
@@ -45,7 +45,7 @@ def expand_tokens(
     if out is None:
         out = torch.empty(plan.num_rows, width + 1, dtype=torch.int32, device=plan.device)
     expect(where, "out", out, f"T {width + 1}", dims, dtypes=(torch.int32,), device=plan.device)
-    if takes_kernel("expand_tokens", plan.device):
+    if takes_kernels(plan.device):
         from flashqsa.selection.triton_expand import expand_tokens_triton
 
         expand_tokens_triton(selection, plan, out, tail_tokens=tail_tokens)  # type: ignore[no-untyped-call]

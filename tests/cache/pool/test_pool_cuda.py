@@ -33,7 +33,9 @@ def test_steps_forks_rollback_and_prefixes(make_serving: Any, draw_tokens: Any, 
 
 
 @pytest.mark.parametrize("refill", [False, True])
-def test_fault_47_a_step_reads_nothing_back(make_serving: Any, draw_tokens: Any, refill: bool) -> None:
+def test_fault_47_a_step_reads_nothing_back(
+    make_serving: Any, draw_tokens: Any, no_synchronisation: Any, refill: bool
+) -> None:
     """Opening, sharing, copying pages on write, planning, rolling back and closing never wait for the device."""
     serving = make_serving(device="cuda")
     pool = serving.pool
@@ -41,9 +43,7 @@ def test_fault_47_a_step_reads_nothing_back(make_serving: Any, draw_tokens: Any,
     serving.step({"a": draw_tokens(45)})
     options = {"out": pool.plan_step({"a": 0}, num_requests=4, num_rows=16, table_pages=8, max_query_len=8,
                                      max_seq_len=120)} if refill else {}  # fmt: skip
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         pool.fork("a", "b")
         pool.open("c", prefix_of="a", tokens=41)
         prefix = pool.hold_prefix("a")
@@ -53,8 +53,6 @@ def test_fault_47_a_step_reads_nothing_back(make_serving: Any, draw_tokens: Any,
         pool.close("b")
         pool.release_prefix(prefix)
         pool.plan_step({"a": 2, "c": 1}, **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert plan.device.type == "cuda"
     pool._accounts.check()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -156,16 +154,7 @@ def test_fault_42_page_ids_whose_offsets_pass_32_bits() -> None:
     assert int(pool.count_nonzero()) <= 7 * 2 * dim + 2 * INDEX_DIM
 
 
-@contextmanager
-def _no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_fault_47_no_synchronisation() -> None:
+def test_fault_47_no_synchronisation(no_synchronisation: Any) -> None:
     """Planning, refilling, preparing and expanding read nothing back, with scales as tensors on the device."""
     layer = Layer.make(3, 900, 6, seed=83, kv_dtype=E4M3)
     scales = {name: torch.tensor([0.5], device="cuda") for name in ("k_scale", "v_scale")}
@@ -184,7 +173,7 @@ def test_fault_47_no_synchronisation() -> None:
         return plan, prepared
 
     plan, first = step()
-    with _no_synchronisation():
+    with no_synchronisation():
         _, second = step(plan)
     assert_bitwise_equal(second.q, first.q)
 
