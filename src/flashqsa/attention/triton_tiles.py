@@ -16,6 +16,7 @@ import triton.language as tl
 
 from flashqsa.attention.triton_rows import _TORCH_TO_TRITON, LOG2_E, _attend_piece, _scales
 from flashqsa.attention.triton_union import MOST_TILE_ROWS, union_lists
+from flashqsa.launching import overlapping, wait_for_previous
 
 
 @triton.jit
@@ -30,7 +31,9 @@ def _attend_tiles_kernel(
     PAGE_TOKENS: tl.constexpr, PAGED: tl.constexpr, INCLUDE_TAIL: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr, SCALE_TENSORS: tl.constexpr, MODEL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
     head = pid % KV_HEADS
     number = pid // KV_HEADS
@@ -194,6 +197,6 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
         PAGED=paged, INCLUDE_TAIL=include_tail, HAS_GATE=gate is not None, HAS_LSE=lse is not None,
         SCALE_TENSORS=scale_tensors, MODEL_DTYPE=_TORCH_TO_TRITON[q.dtype], PRECISION="ieee",
         BLOCK_M=config.block_m, BLOCK_D=block_d, BLOCK_N=config.block_n, STAGES=config.stages,
-        num_warps=config.warps, enable_fp_fusion=False,
+        num_warps=config.warps, enable_fp_fusion=False, **overlapping(q.device),
     )  # fmt: skip
     return lists

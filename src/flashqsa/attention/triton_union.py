@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Union lists on the GPU: which blocks neighbouring rows of a request attend, each once, with a bit a row.
 
-Tiles sit at absolute multiples of their height in the request, cut by where its rows begin and end. The lists of a
-tile's rows are merged into one list of (block, row) keys; a block's entries then lie together, and the last of them
-writes the block's physical place and the bits of all rows that have it. One program a tile, no host reads.
+Tiles sit at absolute multiples of their height in the request, cut by where its rows begin and end. One program a
+tile sets a bit a block, counts the bits before every word of 32 blocks, and so knows the place of every id in the
+union: nothing is sorted, and the work is that of reading the ids twice. No host reads.
 
 Numbers of a step need no list of tiles either: with tiles of `h` rows, tile `j` of request `q` is tile number
 ``query_starts[q] // h + 2 * q + j``. Numbers of two requests never meet, since ``n`` rows lie in at most ``n // h + 2``
@@ -16,12 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-ROW_BITS = 5
-MOST_TILE_ROWS = 1 << ROW_BITS
-"""Rows of a tile at most: a bit each in 32."""
+from flashqsa.launching import overlapping, wait_for_previous
 
-MOST_BLOCKS = 1 << (31 - ROW_BITS)
-"""Block ids lie below it: a key is a block id and a row of the tile in 31 bits."""
+MOST_TILE_ROWS = 32
+"""Rows of a tile at most: a bit each."""
 
 LEAST_ROWS = 17
 """Rows of a request that tiles begin to serve; up to 16 a request are decode and verification."""
@@ -62,27 +60,35 @@ def _find_request(query_starts_ptr, number, num_requests, TILE_ROWS: tl.constexp
 
 
 @triton.jit
-def _merged(keys, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROUNDS: tl.constexpr):
-    """[ROWS * COLUMNS] keys in order, from [ROWS, COLUMNS] whose even rows rise and whose odd rows fall.
+def _count_bits(word):
+    """Ones of each int32."""
+    word = word.to(tl.uint32, bitcast=True)
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
 
-    A rising half and a falling one are a bitonic row, which merges in place. Rows that must fall rise as complements.
-    """
-    for i in tl.static_range(0, ROUNDS):
-        keys = tl.reshape(keys, (ROWS >> (i + 1), COLUMNS << (i + 1)))
-        falls = -(tl.arange(0, ROWS >> (i + 1)) & 1)[:, None]
-        keys = tl.bitonic_merge(keys ^ falls) ^ falls
-    return tl.reshape(keys, (ROWS * COLUMNS,))
+
+@triton.jit
+def _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, TOPK: tl.constexpr, IDS: tl.constexpr):
+    """Rows, block ids and validity of places [at, at + IDS) of a tile's lists, laid end to end."""
+    place = at + tl.arange(0, IDS)
+    row = place // TOPK
+    column = place % TOPK
+    live = column < tl.load(counts_ptr + row, mask=row < count, other=0)
+    ids = tl.load(ids_ptr + row.to(tl.int64) * stride_bt + column, mask=live, other=0)
+    return row, tl.minimum(tl.maximum(ids, 0), last_block), live  # never outside the request
 
 
 @triton.jit
 def _union_lists_kernel(
     block_ids_ptr, block_counts_ptr, query_starts_ptr, seq_lens_ptr, page_table_ptr, first_slots_ptr,
-    first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr, keys_ptr,
-    num_requests, num_rows, stride_bt, stride_pr,
+    first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr, words_ptr, ranks_ptr,
+    num_requests, num_rows, num_words, stride_bt, stride_pr,
     BLOCK_TOKENS: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGED: tl.constexpr, TILE_ROWS: tl.constexpr,
-    LEAST_ROWS: tl.constexpr, ROW_BITS: tl.constexpr, TOPK: tl.constexpr, ROWS_P2: tl.constexpr, ROUNDS: tl.constexpr,
-    TOPK_P2: tl.constexpr, CHUNK: tl.constexpr,
+    LEAST_ROWS: tl.constexpr, TOPK: tl.constexpr, IDS: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     number = tl.program_id(0)
     request = _find_request(query_starts_ptr, number, num_requests, TILE_ROWS)
     begin = tl.load(query_starts_ptr + request)
@@ -102,49 +108,54 @@ def _union_lists_kernel(
         tl.store(union_counts_ptr + number, 0)
         return
 
-    SIZE: tl.constexpr = ROWS_P2 * TOPK_P2
-    NOTHING: tl.constexpr = 0x7FFFFFFF
-    row = tl.arange(0, ROWS_P2)[:, None]
-    column = tl.arange(0, TOPK_P2)[None, :]
-    column = tl.where((row & 1) != 0, TOPK_P2 - 1 - column, column)  # odd rows fall, as merging wants them
-    at_row = (first_row + row).to(tl.int64)
-    counts = tl.load(block_counts_ptr + at_row, mask=row < count, other=0)
-    live = (row < count) & (column < tl.minimum(counts, TOPK))
-    ids = tl.load(block_ids_ptr + at_row * stride_bt + column, mask=live, other=0)
-    ids = tl.minimum(tl.maximum(ids, 0), (seq_len - 1) // BLOCK_TOKENS)  # never outside the request
-    keys = tl.where(live, (ids << ROW_BITS) | row, NOTHING)
-    keys = _merged(keys, ROWS_P2, TOPK_P2, ROUNDS)
-    keys_ptr += number.to(tl.int64) * SIZE
-    tl.store(keys_ptr + tl.arange(0, SIZE), keys)
-    tl.debug_barrier()  # neighbours of a key are read back from all threads
+    last_block = (seq_len - 1) // BLOCK_TOKENS
+    ids_ptr = block_ids_ptr + first_row.to(tl.int64) * stride_bt
+    counts_ptr = block_counts_ptr + first_row
+    words_ptr += number.to(tl.int64) * num_words
+    ranks_ptr += number.to(tl.int64) * num_words
+    used_words = tl.minimum(last_block // 32 + 1, num_words)
+    last_block = tl.minimum(last_block, used_words * 32 - 1)
+    lane = tl.arange(0, WORDS)
+    for chunk in tl.range(0, used_words, WORDS):
+        tl.store(words_ptr + chunk + lane, tl.zeros((WORDS,), tl.int32), mask=chunk + lane < used_words)
+    tl.debug_barrier()
 
+    # 1. A bit a block: who is in the union.
+    for at in tl.range(0, count * TOPK, IDS):
+        _, ids, live = _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, TOPK, IDS)
+        tl.atomic_or(words_ptr + ids // 32, tl.full((IDS,), 1, tl.int32) << (ids & 31), mask=live, sem="relaxed")
+    tl.debug_barrier()
+
+    # 2. How many blocks of the union lie before each word.
+    found = count * 0
+    for chunk in tl.range(0, used_words, WORDS):
+        here = chunk + lane < used_words
+        ones = _count_bits(tl.load(words_ptr + chunk + lane, mask=here, other=0, cache_modifier=".cg"))
+        tl.store(ranks_ptr + chunk + lane, found + tl.cumsum(ones, 0) - ones, mask=here)
+        found += tl.sum(ones, 0)
     slots_ptr += number.to(tl.int64) * (TILE_ROWS * TOPK)
     bits_ptr += number.to(tl.int64) * (TILE_ROWS * TOPK)
+    for chunk in tl.range(0, found, WORDS):
+        tl.store(bits_ptr + chunk + lane, tl.zeros((WORDS,), tl.int32), mask=chunk + lane < found)
+    tl.store(union_counts_ptr + number, found)
+    tl.debug_barrier()
+
+    # 3. Every row's entries to their places; rows that share a block write the same slot.
     table_ptr = page_table_ptr + request.to(tl.int64) * stride_pr
     base = tl.load(first_slots_ptr + request) if not PAGED else request
-    found = count * 0
-    for chunk in tl.range(0, SIZE, CHUNK):
-        at = chunk + tl.arange(0, CHUNK)
-        key = tl.load(keys_ptr + at)
-        after = tl.load(keys_ptr + at + 1, mask=at + 1 < SIZE, other=NOTHING)
-        block = key >> ROW_BITS
-        last = (key != NOTHING) & ((block != after >> ROW_BITS) | (after == NOTHING))
-        bits = tl.full((CHUNK,), 1, tl.int32) << (key & ((1 << ROW_BITS) - 1))
-        for back in tl.static_range(1, TILE_ROWS):
-            before = tl.load(keys_ptr + at - back, mask=at >= back, other=NOTHING)
-            same = (before >> ROW_BITS == block) & (before != NOTHING)
-            bits |= tl.where(same, tl.full((CHUNK,), 1, tl.int32) << (before & ((1 << ROW_BITS) - 1)), 0)
-        place = found + tl.cumsum(last.to(tl.int32), 0) - 1
-        token = block * BLOCK_TOKENS
+    for at in tl.range(0, count * TOPK, IDS):
+        row, ids, live = _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, TOPK, IDS)
+        word = tl.load(words_ptr + ids // 32, mask=live, other=0, cache_modifier=".cg")
+        place = tl.load(ranks_ptr + ids // 32, mask=live, other=0, cache_modifier=".cg")
+        place += _count_bits(word & ((tl.full((IDS,), 1, tl.int32) << (ids & 31)) - 1))
+        token = ids * BLOCK_TOKENS
         if PAGED:
-            page = tl.load(table_ptr + token // PAGE_TOKENS, mask=last, other=0)
+            page = tl.load(table_ptr + token // PAGE_TOKENS, mask=live, other=0)
             slot = page * PAGE_TOKENS + token % PAGE_TOKENS
         else:
             slot = (base + token).to(tl.int32)
-        tl.store(slots_ptr + place, tl.maximum(slot, 0), mask=last)
-        tl.store(bits_ptr + place, bits, mask=last)
-        found += tl.sum(last.to(tl.int32), 0)
-    tl.store(union_counts_ptr + number, found)
+        tl.store(slots_ptr + place, tl.maximum(slot, 0), mask=live)
+        tl.atomic_or(bits_ptr + place, tl.full((IDS,), 1, tl.int32) << row, mask=live, sem="relaxed")
 
 
 def most_tiles(plan, tile_rows):
@@ -152,7 +163,7 @@ def most_tiles(plan, tile_rows):
     return plan.num_rows // tile_rows + 2 * plan.num_requests
 
 
-def union_lists(tokens, plan, page_tokens, tile_rows):
+def union_lists(tokens, plan, page_tokens, tile_rows, *, warps=8, per_warp=256):
     """Build the union lists of the rows of all requests that have at least `LEAST_ROWS` of them.
 
     Args:
@@ -160,6 +171,8 @@ def union_lists(tokens, plan, page_tokens, tile_rows):
         plan: The step; owns the lists' memory.
         page_tokens: Tokens of a page of K and V.
         tile_rows: Height of a tile, at most `MOST_TILE_ROWS`.
+        warps: Warps of a program.
+        per_warp: Ids that a warp looks at in one go.
 
     Returns:
         `UnionLists`, None where the step has no row or no request.
@@ -168,24 +181,25 @@ def union_lists(tokens, plan, page_tokens, tile_rows):
     if plan.num_rows == 0 or plan.num_requests == 0:
         return None
     topk = tokens.unit_ids.shape[1]
-    rows_p2, topk_p2 = triton.next_power_of_2(tile_rows), triton.next_power_of_2(max(topk, 1))
-    size = rows_p2 * topk_p2
+    num_words = -(-plan.max_seq_len // (32 * tokens.unit_tokens)) + 1
     first_rows, row_counts, counts = (
         plan.scratch(f"attend.union.{name}", (numbers,), torch.int32) for name in ("first", "rows", "blocks")
     )
     slots, bits = (
         plan.scratch(f"attend.union.{name}", (numbers, tile_rows * topk), torch.int32) for name in ("slots", "bits")
     )
-    keys = plan.scratch("attend.union.keys", (numbers, size), torch.int32)
+    words, ranks = (
+        plan.scratch(f"attend.union.{name}", (numbers, num_words), torch.int32) for name in ("words", "ranks")
+    )
     paged = plan.page_table is not None
     _union_lists_kernel[(numbers,)](
         tokens.unit_ids, tokens.unit_counts, plan.query_starts, plan.seq_lens,
         plan.page_table if paged else plan.seq_lens, plan.seq_lens if paged else plan.first_slots,
-        first_rows, row_counts, counts, slots, bits, keys,
-        plan.num_requests, plan.num_rows, tokens.unit_ids.stride(0), plan.page_table.stride(0) if paged else 0,
+        first_rows, row_counts, counts, slots, bits, words, ranks,
+        plan.num_requests, plan.num_rows, num_words, tokens.unit_ids.stride(0),
+        plan.page_table.stride(0) if paged else 0,
         BLOCK_TOKENS=tokens.unit_tokens, PAGE_TOKENS=page_tokens, PAGED=paged, TILE_ROWS=tile_rows,
-        LEAST_ROWS=LEAST_ROWS, ROW_BITS=ROW_BITS, TOPK=topk, ROWS_P2=rows_p2, TOPK_P2=topk_p2,
-        ROUNDS=rows_p2.bit_length() - 1, CHUNK=min(size, 2048),
-        num_warps=16 if size > 8192 else 8 if size > 2048 else 4, enable_fp_fusion=False,
+        LEAST_ROWS=LEAST_ROWS, TOPK=topk, IDS=per_warp * warps, WORDS=128 * warps,
+        num_warps=warps, enable_fp_fusion=False, **overlapping(plan.device),
     )  # fmt: skip
     return UnionLists(first_rows, row_counts, counts, slots, bits, tile_rows)
