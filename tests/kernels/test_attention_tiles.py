@@ -168,10 +168,27 @@ def test_neighbours_without_a_common_block(
     height = lists.tile_rows
     assert int(lists.block_counts.max()) == 10 * height
     assert_attends(step, row_lists(step, selection), got)
-    left, _ = _attend(step, selection, most_union=10 * height - 1)
-    whole = lists.row_counts == height
-    first = int(lists.first_rows[whole][0])
-    assert bool(left[0][first : first + height].isnan().all()), "a union above the bound is left to others"
+
+
+def test_rows_with_too_large_unions_are_left(device: torch.device, choose: Any) -> None:
+    """By tile, and told in the lists; tiles that are served have the bits that they have without the bound."""
+    step = make_step(
+        StepCase("left", ((398, 26), (40, 3)), padding_rows=2, topk_blocks=10, head_dim=32), seed=78, device=device
+    )
+    selection = choose(step)
+    for row in range(14):
+        selection.block_ids[row] = torch.arange(10, device=device) * 8 + row % 8
+    selection.block_ids[14:26] = torch.arange(10, device=device, dtype=torch.int32) * 8
+    whole, _ = _attend(step, selection)
+    got, lists = _attend(step, selection, most_share=0.9)
+    assert lists is not None
+    assert lists.tile_rows == 5
+    assert lists.row_counts.tolist() == [0, 0, 0, 5, 5, 4, 0, 0, 0, 0], "tiles begin at rows 0, 2, 7, 12, 17 and 22"
+    assert lists.served[:29].tolist() == [0] * 12 + [1] * 14 + [0] * 3
+    assert bool(got[0][:12].isnan().all())
+    assert bool(got[0][26:].isnan().all())
+    assert_bitwise_equal(got[0][12:26], whole[0][12:26], "output")
+    assert_bitwise_equal(got[1][12:26], whole[1][12:26], "lse")
 
 
 def test_fault_12_chunks_cut_at_tiles_have_the_same_bits(device: torch.device, choose: Any) -> None:

@@ -24,7 +24,7 @@ def _attend_tiles_kernel(
     q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr,
     first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr,
     visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr, first_slots_ptr,
-    k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, end_slot, most_blocks,
+    k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, end_slot,
     stride_lists, stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_gt, stride_gh, stride_ot, stride_oh, stride_pr,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
@@ -39,7 +39,7 @@ def _attend_tiles_kernel(
     number = pid // KV_HEADS
     count = tl.load(row_counts_ptr + number)
     blocks = tl.load(union_counts_ptr + number)
-    if (count == 0) | (blocks > most_blocks):
+    if count == 0:
         return
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EVEN_D: tl.constexpr = BLOCK_D == HEAD_DIM
@@ -147,7 +147,7 @@ def tile_height(query_group, block_m):
     return max(1, min(MOST_TILE_ROWS, block_m // query_group))
 
 
-def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, most_union=None, config=None):
+def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, most_share=1.0, config=None):
     """Fill the rows of `out` and `lse` that lie in tiles: those of requests with at least `LEAST_ROWS` rows.
 
     Args:
@@ -159,7 +159,7 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
         gate: [T, Hq, D] or None.
         out: [T, Hq, D] output buffer.
         lse: [T, Hq] fp32 buffer, or None.
-        most_union: Blocks of a union at most: rows of larger ones are left alone. None for no bound.
+        most_share: As in `union_lists`: rows whose union is larger are left.
         config: Tiles; chosen by shapes when None.
 
     Returns:
@@ -172,7 +172,7 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
     block_d = max(16, triton.next_power_of_2(dim))  # products are at least so deep
     config = config or TilesKernelConfig.choose(group, block_d, wide)
     page_tokens = cache.k_pages.shape[1]
-    lists = union_lists(tokens, plan, page_tokens, tile_height(group, config.block_m))
+    lists = union_lists(tokens, plan, page_tokens, tile_height(group, config.block_m), most_share=most_share)
     if lists is None:
         return None
     include_tail = tokens.visible_units is not None
@@ -189,7 +189,7 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
         k_scale, v_scale, softmax_scale * LOG2_E,
         1.0 if scale_tensors or cache.k_scale is None else cache.k_scale,
         1.0 if scale_tensors or cache.v_scale is None else cache.v_scale,
-        cache.k_pages.shape[0] * page_tokens, width if most_union is None else most_union,
+        cache.k_pages.shape[0] * page_tokens,
         width, q.stride(0), q.stride(1), *cache.k_pages.stride()[:3], *cache.v_pages.stride()[:3],
         *(gate.stride()[:2] if gate is not None else (0, 0)), out.stride(0), out.stride(1),
         plan.page_table.stride(0) if paged else 0,

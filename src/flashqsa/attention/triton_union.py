@@ -31,11 +31,12 @@ class UnionLists:
 
     Attributes:
         first_rows: [N] int32 packed row that each tile begins with.
-        row_counts: [N] int32 rows of each tile, 0 where a number has no tile.
+        row_counts: [N] int32 rows of each tile, 0 where a number has no tile or its rows are left to others.
         block_counts: [N] int32 blocks of its union.
         slot_ids: [N, W] int32 slot of the first token of each block, ascending by block id.
         row_bits: [N, W] int32, bit j for row j of the tile.
         tile_rows: Height of a tile.
+        served: [T] int32, 1 for rows that lie in a tile, 0 for rows that are left; rows of no request are not written.
     """
 
     first_rows: torch.Tensor
@@ -44,6 +45,7 @@ class UnionLists:
     slot_ids: torch.Tensor
     row_bits: torch.Tensor
     tile_rows: int
+    served: torch.Tensor
 
 
 @triton.jit
@@ -70,12 +72,14 @@ def _count_bits(word):
 
 
 @triton.jit
-def _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, TOPK: tl.constexpr, IDS: tl.constexpr):
+def _ids_of_rows(
+    ids_ptr, counts_ptr, at, count, last_block, stride_bt, stride_ct, TOPK: tl.constexpr, IDS: tl.constexpr
+):
     """Rows, block ids and validity of places [at, at + IDS) of a tile's lists, laid end to end."""
     place = at + tl.arange(0, IDS)
     row = place // TOPK
     column = place % TOPK
-    live = column < tl.load(counts_ptr + row, mask=row < count, other=0)
+    live = column < tl.load(counts_ptr + row * stride_ct, mask=row < count, other=0)
     ids = tl.load(ids_ptr + row.to(tl.int64) * stride_bt + column, mask=live, other=0)
     return row, tl.minimum(tl.maximum(ids, 0), last_block), live  # never outside the request
 
@@ -83,10 +87,11 @@ def _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, TOPK: tl
 @triton.jit
 def _union_lists_kernel(
     block_ids_ptr, block_counts_ptr, query_starts_ptr, seq_lens_ptr, page_table_ptr, first_slots_ptr,
-    first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr, words_ptr, ranks_ptr,
-    num_requests, num_rows, num_words, stride_bt, stride_pr,
+    first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr, served_ptr, words_ptr, ranks_ptr,
+    num_requests, num_rows, num_words, most_share, stride_bt, stride_ct, stride_pr,
     BLOCK_TOKENS: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGED: tl.constexpr, TILE_ROWS: tl.constexpr,
-    LEAST_ROWS: tl.constexpr, TOPK: tl.constexpr, IDS: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr,
+    LEAST_ROWS: tl.constexpr, ROWS_P2: tl.constexpr, TOPK: tl.constexpr, IDS: tl.constexpr, WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
     number = tl.program_id(0)
@@ -99,18 +104,20 @@ def _union_lists_kernel(
     tile_start = (first_position // TILE_ROWS + j) * TILE_ROWS
     first = tl.maximum(tile_start, first_position)
     count = tl.minimum(tile_start + TILE_ROWS, seq_len) - first
-    served = (rows >= LEAST_ROWS) & (seq_len >= rows)
-    count = tl.where(served, tl.maximum(count, 0), 0)
+    count = tl.where(seq_len >= rows, tl.maximum(count, 0), 0)
     first_row = begin + first - first_position
     tl.store(first_rows_ptr + number, tl.where(count > 0, first_row, 0))
-    tl.store(row_counts_ptr + number, count)
-    if count == 0:
+    member = tl.arange(0, ROWS_P2)
+    served_ptr += first_row + member
+    if (count == 0) | (rows < LEAST_ROWS):
+        tl.store(row_counts_ptr + number, 0)
         tl.store(union_counts_ptr + number, 0)
+        tl.store(served_ptr, tl.zeros((ROWS_P2,), tl.int32), mask=member < count)
         return
 
     last_block = (seq_len - 1) // BLOCK_TOKENS
     ids_ptr = block_ids_ptr + first_row.to(tl.int64) * stride_bt
-    counts_ptr = block_counts_ptr + first_row
+    counts_ptr = block_counts_ptr + first_row.to(tl.int64) * stride_ct
     words_ptr += number.to(tl.int64) * num_words
     ranks_ptr += number.to(tl.int64) * num_words
     used_words = tl.minimum(last_block // 32 + 1, num_words)
@@ -122,7 +129,7 @@ def _union_lists_kernel(
 
     # 1. A bit a block: who is in the union.
     for at in tl.range(0, count * TOPK, IDS):
-        _, ids, live = _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, TOPK, IDS)
+        _, ids, live = _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, stride_ct, TOPK, IDS)
         tl.atomic_or(words_ptr + ids // 32, tl.full((IDS,), 1, tl.int32) << (ids & 31), mask=live, sem="relaxed")
     tl.debug_barrier()
 
@@ -135,16 +142,23 @@ def _union_lists_kernel(
         found += tl.sum(ones, 0)
     slots_ptr += number.to(tl.int64) * (TILE_ROWS * TOPK)
     bits_ptr += number.to(tl.int64) * (TILE_ROWS * TOPK)
+    tl.store(union_counts_ptr + number, found)
+    row_blocks = tl.load(counts_ptr + member * stride_ct, mask=member < count, other=0)
+    listed = tl.sum(tl.minimum(tl.maximum(row_blocks, 0), TOPK), 0)
+    fits = found.to(tl.float32) <= most_share * listed.to(tl.float32)
+    tl.store(row_counts_ptr + number, tl.where(fits, count, 0))
+    tl.store(served_ptr, (member * 0 + fits).to(tl.int32), mask=member < count)
+    if not fits:
+        return
     for chunk in tl.range(0, found, WORDS):
         tl.store(bits_ptr + chunk + lane, tl.zeros((WORDS,), tl.int32), mask=chunk + lane < found)
-    tl.store(union_counts_ptr + number, found)
     tl.debug_barrier()
 
     # 3. Every row's entries to their places; rows that share a block write the same slot.
     table_ptr = page_table_ptr + request.to(tl.int64) * stride_pr
     base = tl.load(first_slots_ptr + request) if not PAGED else request
     for at in tl.range(0, count * TOPK, IDS):
-        row, ids, live = _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, TOPK, IDS)
+        row, ids, live = _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, stride_ct, TOPK, IDS)
         word = tl.load(words_ptr + ids // 32, mask=live, other=0, cache_modifier=".cg")
         place = tl.load(ranks_ptr + ids // 32, mask=live, other=0, cache_modifier=".cg")
         place += _count_bits(word & ((tl.full((IDS,), 1, tl.int32) << (ids & 31)) - 1))
@@ -163,7 +177,7 @@ def most_tiles(plan, tile_rows):
     return plan.num_rows // tile_rows + 2 * plan.num_requests
 
 
-def union_lists(tokens, plan, page_tokens, tile_rows, *, warps=8, per_warp=256):
+def union_lists(tokens, plan, page_tokens, tile_rows, *, most_share=1.0, warps=8, per_warp=256):
     """Build the union lists of the rows of all requests that have at least `LEAST_ROWS` of them.
 
     Args:
@@ -171,6 +185,8 @@ def union_lists(tokens, plan, page_tokens, tile_rows, *, warps=8, per_warp=256):
         plan: The step; owns the lists' memory.
         page_tokens: Tokens of a page of K and V.
         tile_rows: Height of a tile, at most `MOST_TILE_ROWS`.
+        most_share: Rows are left where their tile's union is larger than this share of their lists laid end to end:
+            1 where they have nothing in common, 1 / rows where they attend the same blocks.
         warps: Warps of a program.
         per_warp: Ids that a warp looks at in one go.
 
@@ -191,15 +207,17 @@ def union_lists(tokens, plan, page_tokens, tile_rows, *, warps=8, per_warp=256):
     words, ranks = (
         plan.scratch(f"attend.union.{name}", (numbers, num_words), torch.int32) for name in ("words", "ranks")
     )
+    served = plan.scratch("attend.union.served", (plan.num_rows,), torch.int32)
     paged = plan.page_table is not None
     _union_lists_kernel[(numbers,)](
         tokens.unit_ids, tokens.unit_counts, plan.query_starts, plan.seq_lens,
         plan.page_table if paged else plan.seq_lens, plan.seq_lens if paged else plan.first_slots,
-        first_rows, row_counts, counts, slots, bits, words, ranks,
-        plan.num_requests, plan.num_rows, num_words, tokens.unit_ids.stride(0),
+        first_rows, row_counts, counts, slots, bits, served, words, ranks,
+        plan.num_requests, plan.num_rows, num_words, float(most_share),
+        tokens.unit_ids.stride(0), tokens.unit_counts.stride(0),
         plan.page_table.stride(0) if paged else 0,
         BLOCK_TOKENS=tokens.unit_tokens, PAGE_TOKENS=page_tokens, PAGED=paged, TILE_ROWS=tile_rows,
-        LEAST_ROWS=LEAST_ROWS, TOPK=topk, IDS=per_warp * warps, WORDS=128 * warps,
-        num_warps=warps, enable_fp_fusion=False, **overlapping(plan.device),
+        LEAST_ROWS=LEAST_ROWS, ROWS_P2=triton.next_power_of_2(tile_rows), TOPK=topk, IDS=per_warp * warps,
+        WORDS=128 * warps, num_warps=warps, enable_fp_fusion=False, **overlapping(plan.device),
     )  # fmt: skip
-    return UnionLists(first_rows, row_counts, counts, slots, bits, tile_rows)
+    return UnionLists(first_rows, row_counts, counts, slots, bits, tile_rows, served)
