@@ -180,7 +180,7 @@ def test_rows_with_too_large_unions_are_left(device: torch.device, choose: Any) 
         selection.block_ids[row] = torch.arange(10, device=device) * 8 + row % 8
     selection.block_ids[14:26] = torch.arange(10, device=device, dtype=torch.int32) * 8
     whole, _ = _attend(step, selection)
-    got, lists = _attend(step, selection, most_share=0.9)
+    got, lists = _attend(step, selection, config=dataclasses.replace(SMALL, most_share=0.9))
     assert lists is not None
     assert lists.tile_rows == 5
     assert lists.row_counts.tolist() == [0, 0, 0, 5, 5, 4, 0, 0, 0, 0], "tiles begin at rows 0, 2, 7, 12, 17 and 22"

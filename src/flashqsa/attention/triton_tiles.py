@@ -8,6 +8,7 @@ the rows of the request that lie between two multiples of the tile height, and w
 Work: a union of `u` tokens costs 4 * BLOCK_M * D * u flop a KV head; rows alone would load 2 * D numbers a token each.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -125,21 +126,33 @@ class TilesKernelConfig:
         block_n: Tokens of a tile.
         warps: Warps of a program.
         stages: Depth of the load pipeline.
+        most_share: As in `union_lists`: where unions are larger, rows one by one are faster.
     """
 
     block_m: int = 128
     block_n: int = 64
     warps: int = 8
     stages: int = 2
+    most_share: float = 1.0
 
     @classmethod
-    def choose(cls, query_group, block_d, wide, shared_bytes=232_448):
+    def choose(cls, query_group, block_d, wide, shared_bytes):
         """The largest tiles that a multiprocessor's shared memory holds."""
         if wide:
             return cls(block_m=max(16, triton.next_power_of_2(query_group)), block_n=16, stages=1)
         if shared_bytes < 200_000 and block_d > 128:
-            return cls(block_m=max(64, triton.next_power_of_2(query_group)), block_n=32, warps=4, stages=1)
-        return cls(block_m=max(128, triton.next_power_of_2(query_group)))
+            return cls(
+                block_m=max(64, triton.next_power_of_2(query_group)), block_n=32, warps=4, stages=1, most_share=0.6
+            )
+        return cls(block_m=max(128, triton.next_power_of_2(query_group)), most_share=0.38)
+
+
+@functools.cache
+def shared_bytes(device):
+    """Shared memory that one program can have; what a large device has where kernels are interpreted."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def tile_height(query_group, block_m):
@@ -147,7 +160,7 @@ def tile_height(query_group, block_m):
     return max(1, min(MOST_TILE_ROWS, block_m // query_group))
 
 
-def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, most_share=1.0, config=None):
+def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, config=None):
     """Fill the rows of `out` and `lse` that lie in tiles: those of requests with at least `LEAST_ROWS` rows.
 
     Args:
@@ -159,7 +172,6 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
         gate: [T, Hq, D] or None.
         out: [T, Hq, D] output buffer.
         lse: [T, Hq] fp32 buffer, or None.
-        most_share: As in `union_lists`: rows whose union is larger are left.
         config: Tiles; chosen by shapes when None.
 
     Returns:
@@ -170,9 +182,9 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
     group = q_heads // kv_heads
     wide = cache.k_pages.dtype == torch.float32 or q.dtype == torch.float32
     block_d = max(16, triton.next_power_of_2(dim))  # products are at least so deep
-    config = config or TilesKernelConfig.choose(group, block_d, wide)
+    config = config or TilesKernelConfig.choose(group, block_d, wide, shared_bytes(q.device))
     page_tokens = cache.k_pages.shape[1]
-    lists = union_lists(tokens, plan, page_tokens, tile_height(group, config.block_m), most_share=most_share)
+    lists = union_lists(tokens, plan, page_tokens, tile_height(group, config.block_m), most_share=config.most_share)
     if lists is None:
         return None
     include_tail = tokens.visible_units is not None
