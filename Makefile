@@ -7,6 +7,7 @@ INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VLLM_SOURCES := build/vllm-sources
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -56,7 +57,9 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps -e .
 	touch $@
 
+# The plugin's names are compared with the source of other versions too, which is read and not run.
 test-vllm: $(VLLM_INSTALLED) ## Test the vLLM plugin in real engines on the CPU
+	$(VLLM_BIN)/python tests/integrations/vllm/fetch_sources.py $(VLLM_SOURCES) 0.31.0 0.33.0
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -o filterwarnings= -o cache_dir=build/pytest-vllm tests/integrations/vllm $(PYTEST_ARGS)
 
 format: $(INSTALLED) ## Format and fix what can be fixed

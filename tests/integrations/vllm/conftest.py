@@ -1,4 +1,4 @@
-"""Real engines of vLLM's CPU build, each in a process of its own, on one small checkpoint."""
+"""Real engines of vLLM's CPU build, each in its own process, on one small checkpoint; its arguments of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if importlib.util.find_spec("vllm") is None:  # `make test-vllm` has an environm
     collect_ignore_glob = ["test_engine*.py"]
 
 from flashqsa.commands import tiny_checkpoint
-from flashqsa.testing import stream
+from flashqsa.testing import Step, stream
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 
@@ -105,3 +105,41 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
         return EngineOutput(**values, printed=process.stdout + process.stderr, exit_code=process.returncode)
 
     return run
+
+
+PrepareArguments = Callable[[Step, bool], dict[str, Any]]
+
+
+@pytest.fixture
+def prepare_arguments() -> PrepareArguments:
+    """Arguments of `qsa_prepare` for a step whose caches are packed; rings lie from block 1 on, as vLLM has them.
+
+    The second argument says whether rings keep rotary positions behind the keys.
+    """
+
+    def arguments(step: Step, keeps_positions: bool) -> dict[str, Any]:
+        rings, ring_tokens, dim = step.cache.ring.shape
+        dtype, case = step.case.dtype, step.case
+        state = torch.zeros(rings + 1, ring_tokens, 1, dim + (12 if keeps_positions else 0), dtype=dtype)
+        state[1:, :, 0, :dim] = step.cache.ring
+        if keeps_positions:
+            state[1:, :, 0, dim:].view(torch.int64).copy_(step.cache.ring_positions)
+        k_pages, slots = step.cache.k_pages, step.plan.ring_slot_ids
+        packed = k_pages.as_strided((*k_pages.shape[:3], 2 * case.head_dim), k_pages.stride(), k_pages.storage_offset())
+        return {
+            "q": step.index_qk[:, :-1].flatten(1), "k": step.index_qk[:, -1], "positions": step.rope_positions,
+            "cos_sin_cache": step.rope.cos_sin, "q_norm_weight": step.norms.index_q,
+            "k_norm_weight": step.norms.index_k, "eps": step.norms.eps,
+            "q_out": torch.empty(step.num_rows, case.index_heads, dim, dtype=dtype), "state_cache": state,
+            "state_slots": torch.where(slots >= 0, slots + ring_tokens, -1),
+            "state_block_table": (step.plan.ring_ids + 1)[:, None], "query_start_loc": step.plan.query_starts,
+            "logical_positions": step.plan.positions, "compressed_cache": step.cache.block_keys[:, :, None],
+            "compressed_slots": step.plan.closed_block_slot_ids,
+            "k_work_metadata": torch.empty(0, 2, dtype=torch.int32), "compress_ratio": case.block_tokens,
+            "mrope_section": case.mrope_section, "rope_pos_offset": dim if keeps_positions else None,
+            "main_qkv": torch.cat([step.q_gate.flatten(1), step.k.flatten(1), step.v.flatten(1)], dim=1),
+            "main_q_norm_weight": step.norms.q, "main_k_norm_weight": step.norms.k, "main_eps": step.norms.eps,
+            "main_kv_cache": packed, "main_slot_mapping": step.plan.slot_ids, "main_k_scale": 1.0, "main_v_scale": 1.0,
+        }  # fmt: skip
+
+    return arguments

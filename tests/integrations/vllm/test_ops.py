@@ -102,7 +102,7 @@ def test_rows_without_tokens_give_zeros_whatever_their_request() -> None:
 
 @pytest.mark.parametrize("keeps_positions", [True, False])
 @pytest.mark.parametrize("case", [DECODE, VERIFY, PREFILL], ids=str)
-def test_prepare_writes_what_the_stage_writes(case: StepCase, keeps_positions: bool) -> None:
+def test_prepare_writes_what_the_stage_writes(case: StepCase, keeps_positions: bool, prepare_arguments) -> None:
     """Bit for bit: every cache, index queries, queries and gates; text models' rings hold no positions."""
     case = dataclasses.replace(
         case, dtype=BF16, layout="packed", mrope=keeps_positions, speculative_rows=4, rope_dtype=BF16
@@ -120,27 +120,9 @@ def test_prepare_writes_what_the_stage_writes(case: StepCase, keeps_positions: b
         stage.q_gate, stage.k, stage.v, stage.index_qk, stage.rope_positions, stage.rope, stage.norms, stage.cache,
         stage.plan,
     )  # fmt: skip
-    rings, ring_tokens, dim = ours.cache.ring.shape
-    state = torch.zeros(rings + 1, ring_tokens, 1, dim + (12 if keeps_positions else 0), dtype=BF16)
-    state[1:, :, 0, :dim] = ours.cache.ring
-    if keeps_positions:
-        state[1:, :, 0, dim:].view(torch.int64).copy_(ours.cache.ring_positions)
-    k_pages = ours.cache.k_pages
-    packed = k_pages.as_strided((*k_pages.shape[:3], 2 * case.head_dim), k_pages.stride(), k_pages.storage_offset())
-    index_q = torch.empty(ours.num_rows, case.index_heads, dim, dtype=BF16)
-    slots = ours.plan.ring_slot_ids
-    q, gate = ops.qsa_prepare(
-        ours.index_qk[:, :-1].flatten(1), ours.index_qk[:, -1], ours.rope_positions, ours.rope.cos_sin,
-        ours.norms.index_q, ours.norms.index_k, ours.norms.eps, index_q, state,
-        torch.where(slots >= 0, slots + ring_tokens, -1), (ours.plan.ring_ids + 1)[:, None], ours.plan.query_starts,
-        ours.plan.positions, ours.cache.block_keys[:, :, None], ours.plan.closed_block_slot_ids,
-        torch.empty(0, 2, dtype=torch.int32),
-        compress_ratio=case.block_tokens, mrope_section=case.mrope_section,
-        rope_pos_offset=dim if keeps_positions else None,
-        main_qkv=torch.cat([ours.q_gate.flatten(1), ours.k.flatten(1), ours.v.flatten(1)], dim=1),
-        main_q_norm_weight=ours.norms.q, main_k_norm_weight=ours.norms.k, main_eps=ours.norms.eps,
-        main_kv_cache=packed, main_slot_mapping=ours.plan.slot_ids, main_k_scale=1.0, main_v_scale=1.0,
-    )  # fmt: skip
+    arguments = prepare_arguments(ours, keeps_positions)
+    q, gate = ops.qsa_prepare(**arguments)
+    index_q, state, dim = arguments["q_out"], arguments["state_cache"], case.index_head_dim
     assert_bitwise_equal(index_q, expected.index_q, "index_q")
     assert_bitwise_equal(q, expected.q, "q")
     assert_bitwise_equal(gate, expected.gate.contiguous(), "gate")

@@ -10,7 +10,7 @@ import pytest
 
 from flashqsa.errors import ArgumentError
 from flashqsa.integrations.vllm_plugin import registration
-from flashqsa.integrations.vllm_plugin.seams import Seam, differences
+from flashqsa.integrations.vllm_plugin.seams import MANIFEST, Seam, differences, seams_of
 
 
 def test_register_imports_nothing_and_adds_one_finder() -> None:
@@ -45,26 +45,32 @@ def _operator(a, b, out=None, *, gate): ...
 
 
 @pytest.mark.parametrize(
-    ("version", "name", "arguments", "told"),
+    ("name", "arguments", "told"),
     [
-        ("0.32.0", "operator", ("a", "b", "out", "*", "gate"), None),
-        ("0.33.1+cu129", "operator", ("a", "b", "out", "*", "gate"), None),
-        ("0.34.0", "operator", ("a", "b", "out", "*", "gate"), "version 0.34.0"),
-        ("0.32.0", "renamed", ("a",), "fake_vllm_ops.renamed is missing"),
-        ("0.32.0", "operator", ("a", "b", "out", "gate"), "takes (a, b, out, *, gate) instead of (a, b, out, gate)"),
-        ("0.32.0", "operator", ("b", "a", "out", "*", "gate"), "takes (a, b, out, *, gate)"),
+        ("operator", ("a", "b", "out", "*", "gate"), None),
+        ("renamed", ("a",), "fake_vllm_ops.renamed is missing"),
+        ("operator", ("a", "b", "out", "gate"), "takes (a, b, out, *, gate) instead of (a, b, out, gate)"),
+        ("operator", ("b", "a", "out", "*", "gate"), "takes (a, b, out, *, gate)"),
     ],
 )
-def test_differences(
-    monkeypatch: pytest.MonkeyPatch, version: str, name: str, arguments: tuple[str, ...], told: str | None
-) -> None:
+def test_differences(monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[str, ...], told: str | None) -> None:
     module = types.ModuleType("fake_vllm_ops")
     module.operator = _operator
     monkeypatch.setitem(sys.modules, "fake_vllm_ops", module)
-    found = differences(version, [Seam("fake_vllm_ops", name, arguments)])
+    found = differences([Seam("fake_vllm_ops", name, arguments)])
     assert len(found) == (told is not None)
     assert told is None or told in found[0]
 
 
 def test_a_missing_module_is_told() -> None:
-    assert differences("0.32.0", [Seam("no_such_module_of_vllm", "f", ())]) == ["no_such_module_of_vllm.f is missing"]
+    assert differences([Seam("no_such_module_of_vllm", "f", ())]) == ["no_such_module_of_vllm.f is missing"]
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cpu", "0.33.1+cu129", "0.33.0rc1"])
+def test_known_versions(version: str) -> None:
+    assert seams_of(version) is MANIFEST[version[:4]]
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "0.3.3", "0.331.0", "1.32.0", "dev"])
+def test_unknown_versions(version: str) -> None:
+    assert seams_of(version) is None

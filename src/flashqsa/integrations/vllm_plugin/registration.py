@@ -14,7 +14,9 @@ from typing import Any
 from flashqsa.errors import ArgumentError
 
 VARIABLE = "FLASHQSA_VLLM"
-MODES = ("off", "ops", "full")
+MODES = ("off", "ops", "full", "shadow")
+SHADOW_STEPS = 32
+"""Steps that mode `shadow` compares, unless `shadow:N` says how many."""
 TARGET = "vllm.models.qwen4_exp.nvidia.qsa"
 """The module of the attention layer. When it has been executed, all that it builds on is there to be replaced."""
 
@@ -25,12 +27,30 @@ def chosen_mode() -> str | None:
     Raises:
         ArgumentError: It says something else.
     """
-    mode = os.environ.get(VARIABLE)
-    if mode is not None and mode not in MODES:
+    return _choice()[0]
+
+
+def shadow_steps() -> int:
+    """Steps that mode `shadow` compares.
+
+    Raises:
+        ArgumentError: FLASHQSA_VLLM has an unknown value.
+    """
+    return _choice()[1]
+
+
+def _choice() -> tuple[str | None, int]:
+    value = os.environ.get(VARIABLE)
+    if value is None:
+        return None, SHADOW_STEPS
+    mode, _, steps = value.partition(":")
+    fits = value in MODES or (mode == "shadow" and steps.isdecimal() and int(steps) > 0)
+    if not fits:
         raise ArgumentError(
-            f"flashqsa: {VARIABLE} must be one of {', '.join(MODES)}, got {mode!r}. Choose one of them, or unset it."
+            f"flashqsa: {VARIABLE} must be one of {', '.join(MODES)} or shadow:N, got {value!r}. Choose one of them, "
+            "or unset it."
         )
-    return mode
+    return mode, int(steps or SHADOW_STEPS)
 
 
 def register() -> None:
@@ -53,7 +73,7 @@ def register() -> None:
 def _activate() -> None:
     from flashqsa.integrations.vllm_plugin.activation import activate
 
-    activate(chosen_mode())
+    activate(chosen_mode(), shadow_steps())
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

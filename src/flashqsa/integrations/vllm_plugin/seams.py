@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 PACKAGE = "vllm.models.qwen4_exp"
-VERSIONS = ("0.31", "0.32", "0.33")
-"""Minor versions whose names are those below; read in the source of the CPU build 0.32.0."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,38 @@ STREAMS = (
 )
 
 
+@dataclass(frozen=True)
+class Seams:
+    """What one minor version of vLLM has.
+
+    Attributes:
+        operators: Replaced in modes `ops` and `shadow`.
+        forwards: Replaced in mode `full`; empty where that mode does not fit the version.
+        cpu: What its CPU build needs besides.
+        streams: Triton kernels between the layers that its CPU build has no form of.
+    """
+
+    operators: tuple[Seam, ...]
+    forwards: tuple[Seam, ...]
+    cpu: tuple[Seam, ...]
+    streams: tuple[Seam, ...]
+
+
+_NOW = Seams(OPERATORS, FORWARDS, CPU, STREAMS)
+MANIFEST = {
+    # Before preparation was one operator: the indexer returns ids alone, and vLLM's own kernels prepare.
+    "0.31": Seams(OPERATORS[1:], (), (), ()),
+    "0.32": _NOW,
+    "0.33": _NOW,
+}
+"""By minor version, as read in the source of its wheels; of 0.32 the CPU build's too."""
+
+
+def seams_of(version: str) -> Seams | None:
+    """The seams of an installed vLLM; None where its minor version is not known."""
+    return MANIFEST.get(".".join(version.split(".")[:2]))
+
+
 def arguments_of(function: Any) -> tuple[str, ...]:
     """Names of a function's arguments, as `Seam` lists them."""
     names: list[str] = []
@@ -123,15 +153,8 @@ def arguments_of(function: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def differences(version: str, seams: Sequence[Seam]) -> list[str]:
-    """What an installed vLLM has differently, one line each; nothing when every seam fits.
-
-    Args:
-        version: Version of the installed vLLM.
-        seams: What must be there.
-    """
-    if not version.startswith(tuple(f"{known}." for known in VERSIONS)):
-        return [f"version {version}, known are {', '.join(VERSIONS)}"]
+def differences(seams: Sequence[Seam]) -> list[str]:
+    """What an installed vLLM has differently, one line each; nothing when every seam fits."""
     found = []
     for seam in seams:
         try:
