@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import flashqsa
 from flashqsa.errors import ArgumentError, DeviceError, DTypeError, SelectionError, ShapeError
 from flashqsa.integrations import hf
 from flashqsa.integrations.hf import SelectorContext
@@ -334,3 +335,17 @@ def test_layers_and_forwards_are_told_apart(model: Any, prompt: torch.Tensor, re
             model(prompt[:1], labels=prompt[:1], use_cache=False).loss.backward()
     (first, second) = sorted({forward for forward, _ in seen})
     assert seen == [(f, layer) for f in (first, second) for layer in (0, 1, 1, 0)]
+
+
+@torch.no_grad()
+def test_a_budget_far_beyond_the_context_attends_everything(make_model: Any, small_case: Any, make_tokens: Any) -> None:
+    """Ids take memory for the context, not for the budget."""
+    model, prompt = make_model(small_case), make_tokens(2, 130)
+    with hf.enabled(model, budget_tokens=132):
+        expected = model(prompt).logits
+    with hf.enabled(model, budget_tokens=4 * 10**12), flashqsa.record(model) as recording:
+        logits = model(prompt).logits
+    assert torch.equal(logits, expected)
+    (layer,) = recording.steps[0].layers.values()
+    assert layer.block_ids.shape[1] == 130 // 4
+    assert torch.equal(layer.block_counts, layer.visible_blocks)

@@ -11,7 +11,7 @@ from flashqsa.cache import LayerCache
 from flashqsa.errors import UnsupportedError
 from flashqsa.integrations.hf.angles import Angles, NeededAngles, WholeTables
 from flashqsa.integrations.hf.following import follow_caches
-from flashqsa.integrations.hf.masks import HFStep, PlaceError
+from flashqsa.integrations.hf.masks import MASK_NAME, HFStep, PlaceError
 from flashqsa.integrations.hf.pooled import known_state, pool_new_blocks, remember
 from flashqsa.integrations.hf.report import count_rows
 from flashqsa.integrations.hf.selector import SelectorContext, checked_selection
@@ -48,7 +48,7 @@ def attention_forward(
     _check_call(self, step, kwargs)
     assert isinstance(step, HFStep)
     step = step.to(hidden_states.device)
-    step = step.with_budget(settings_of(self).topk_blocks(step.plan.topk_blocks, step.plan.block_tokens))
+    step = step.with_budget(_topk_blocks(self, step))
     cache = kwargs.get("past_key_values") if cache is None else cache
     batch, q_length, _ = hidden_states.shape
     if cache is None and step.kv_tokens != q_length:
@@ -82,6 +82,13 @@ def attention_forward(
     count_rows(self, selection)
     attended = attend(q, layer_cache, selection, step.plan, gate=gate, softmax_scale=self.scaling)
     return self.o_proj(cast(torch.Tensor, attended).view(batch, q_length, -1)), None
+
+
+def _topk_blocks(self: Any, step: HFStep) -> int:
+    """A budget beyond the context takes no more memory than one that reaches over it."""
+    models = step.plan.topk_blocks
+    wanted = settings_of(self).topk_blocks(models, step.plan.block_tokens)
+    return min(wanted, max(models, step.kv_tokens // step.plan.block_tokens))
 
 
 def _angles(given: NeededAngles | tuple[torch.Tensor, torch.Tensor], device: torch.device, batch: int) -> Angles:
@@ -134,6 +141,13 @@ def _block_keys(
 
 def _check_call(self: Any, step: Any, kwargs: dict[str, Any]) -> None:
     if not isinstance(step, HFStep):
+        if self.config._attn_implementation != MASK_NAME:
+            raise UnsupportedError(
+                f"flashqsa: the attention implementation of an enabled model must stay {MASK_NAME!r}, which makes no "
+                f"mask, got {self.config._attn_implementation!r}: set_attn_implementation was called since, or hooks "
+                "keep the forward that the model had before its class was enabled. Call enable on this model, or "
+                "disable to run it with that implementation."
+            )
         got = "None" if step is None else f"{type(step).__name__} {list(getattr(step, 'shape', []))}"
         raise UnsupportedError(
             f"flashqsa: attention_mask must be None or [B, tokens] when the model is called, got {got}. "

@@ -88,7 +88,8 @@ class HFStep:
         """
         raise UnsupportedError(
             "flashqsa: every QSA layer that shares an enabled config must run on FlashQSA, got one with the forward of "
-            "transformers. Call enable on this model too: it has the config of another one, or hooks hide its class."
+            "transformers. Call enable on this model too: it has the config of another one, or hooks hide its class; "
+            "and disable after the backward pass, where checkpointing runs layers again."
         )
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 from flashqsa.config import QSAConfig
 from flashqsa.errors import ArgumentError, UnsupportedError
 from flashqsa.integrations.hf.acceptance import accept
 from flashqsa.integrations.hf.angles import rotary_forward
+from flashqsa.integrations.hf.classes import enable_classes
 from flashqsa.integrations.hf.following import unfollow_caches, users
 from flashqsa.integrations.hf.forward import attention_forward
 from flashqsa.integrations.hf.masks import MASK_NAME, step_mask
 from flashqsa.integrations.hf.replacing import (
     BEFORE,
     class_attributes,
-    replace_class_attribute,
     replace_forward,
     restore_class_attributes,
     restore_forward,
@@ -73,7 +72,7 @@ def enable(model: Any = None, *, selector: Selector | None = None, budget_tokens
     accept(modeling)
     if model is None:
         _register_mask()
-        _enable_classes(modeling)
+        enable_classes(modeling)
         OF_CLASSES.now = settings
         return None
     attentions = _checked_attentions(model, modeling)
@@ -244,51 +243,3 @@ def _warn_of_unused_index_weights(model: Any, attentions: list[Any]) -> None:
             f"{strays[0]} the first. FlashQSA leaves their layers as they are.",
             stacklevel=3,
         )
-
-
-def _enable_classes(modeling: Any) -> None:
-    """Replace the attention's forward; our mask is asked for while the text model runs, and when `generate` plans."""
-    if class_attributes:
-        return
-    model_class = modeling.Qwen4ExpTextModel
-    model_forward = model_class.forward
-
-    @wraps(model_forward)
-    def forward_with_our_mask(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _our_mask(self.config):
-            return model_forward(self, *args, **kwargs)
-
-    replace_class_attribute(modeling.Qwen4ExpTextAttention, "forward", attention_forward)
-    replace_class_attribute(modeling.Qwen4ExpTextRotaryEmbedding, "forward", rotary_forward)
-    replace_class_attribute(model_class, "forward", forward_with_our_mask)
-    for name in ("Qwen4ExpPreTrainedModel", "Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"):
-        _replace_mask_planning(getattr(modeling, name))
-
-
-def _replace_mask_planning(owner: type) -> None:
-    """`generate` calls it for static caches; some versions have one of their own in the classes that generate."""
-    from transformers import masking_utils
-
-    name = "create_masks_for_generate"
-    if name in vars(owner):
-        theirs = getattr(owner, name)
-    elif any(name in vars(base) for base in owner.__mro__):
-        return  # replaced where it is
-    else:
-        theirs = masking_utils.create_masks_for_generate
-
-    def with_our_mask(config: Any, *args: Any, **kwargs: Any) -> Any:
-        with _our_mask(config.get_text_config()):
-            return theirs(config, *args, **kwargs)
-
-    replace_class_attribute(owner, name, staticmethod(with_our_mask))
-
-
-@contextmanager
-def _our_mask(config: Any) -> Iterator[None]:
-    before = config._attn_implementation
-    config._attn_implementation = MASK_NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before

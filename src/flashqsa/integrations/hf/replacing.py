@@ -10,6 +10,7 @@ from typing import Any
 
 BEFORE = "flashqsa_before"  # on a module with another forward: what is put back
 HOOKED = "_old_forward"  # where accelerate's hooks keep the forward that they wrap
+OF_CLASS = "flashqsa_of_class"  # on a function that serves as the forward of an enabled class
 
 class_attributes: dict[tuple[type, str], Any] = {}
 """What classes had in their own namespace where FlashQSA has something now; None where they had nothing."""
@@ -44,7 +45,9 @@ def replace_forward(module: Any, ours: Callable[..., Any], implementation: str |
     if BEFORE in module.__dict__:
         return False
     name = HOOKED if HOOKED in module.__dict__ else "forward"
-    module.__dict__[BEFORE] = Before(module.__dict__.get(name), ours, implementation)
+    found = module.__dict__.get(name)
+    of_class = hasattr(getattr(found, "__func__", None), OF_CLASS)  # hooks came while the classes were enabled
+    module.__dict__[BEFORE] = Before(None if of_class else found, ours, implementation)
     setattr(module, name, partial(ours, module))
     return True
 

@@ -58,9 +58,16 @@ def test_fault_56_another_attention_chosen_while_enabled(
     prompt = make_tokens(1, 60)
     expected = model(prompt).logits
     hf.enable(model)
+    logits = model(prompt).logits
     model.set_attn_implementation(implementation)
-    with refuses(UnsupportedError, "flashqsa", "attention_mask"):
-        model(prompt)
+    for tokens in (60, 1):
+        with refuses(
+            UnsupportedError, "flashqsa", "must stay 'flashqsa'", f"got '{implementation}'", "Call enable on this model"
+        ):
+            model(prompt[:, :tokens])
+    hf.enable(model)
+    assert torch.equal(model(prompt).logits, logits)
+    model.set_attn_implementation(implementation)
     hf.disable(model)
     assert torch.allclose(model(prompt).logits, expected, atol=1e-4)
 

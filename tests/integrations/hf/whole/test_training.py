@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashqsa.errors import UnsupportedError
 from flashqsa.testing import assert_within_budget
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -93,3 +94,15 @@ def test_checkpointed_gradients(plain_shape: Any, make_model: Any, make_tokens: 
         assert torch.equal(stock[name], stock_again[name]), name
         if ".self_attn." in name:
             assert_within_budget(ours_again[name], stock_again[name], exact[name], name)
+
+
+def test_a_checkpoint_that_runs_again_after_disabling_is_refused(
+    plain_shape: Any, make_model: Any, make_tokens: Any, on: Any, refuses: Any
+) -> None:
+    """The loss is FlashQSA's: its gradient can be no other's."""
+    model, tokens = make_model(plain_shape).train(), make_tokens(1, 60)
+    model.activation_checkpointing_enable()
+    with on(model):
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+    with refuses(UnsupportedError, "flashqsa", "disable after the backward pass"):
+        loss.backward()
