@@ -27,6 +27,47 @@ def load_parts(
 
 
 @triton.jit
+def _limbs(x, unit, BITS: tl.constexpr):
+    """[N] two integers that the squares of [N, W] numbers, in units below 2, add up to: wholes and 2^-BITS parts."""
+    scaled = x * unit[:, None]
+    square = scaled * scaled * (1 << (BITS - 2))  # below 2^BITS
+    whole = square.to(tl.int32)
+    part = ((square - whole.to(tl.float32)) * (1 << BITS)).to(tl.int32)
+    return tl.sum(whole, 1), tl.sum(part, 1)
+
+
+@triton.jit
+def _largest_bits(x):
+    """[N] bits of the largest magnitude of [N, W] fp32 numbers; NaN is above all."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def _sum_of_squares(first, second, rest, DIM: tl.constexpr):
+    """[N] sum of the squares of all three parts, fp32, the same bits in whatever order they are added.
+
+    A block's key has to be the same however its tokens arrived, by one program among many blocks or by another alone,
+    and the order of a floating-point sum follows how a tile lies in threads. So integers are added: each square in
+    units of the largest number's power of two, in two limbs.
+    """
+    BITS: tl.constexpr = 22 if DIM <= 256 else 16  # DIM limbs add up to less than 2^31
+    bits = tl.maximum(tl.maximum(_largest_bits(first), _largest_bits(second)), _largest_bits(rest))
+    exponent = bits >> 23
+    # below 2^-64 squares vanish, from 2^64 on they overflow
+    kept = tl.minimum(tl.maximum(exponent, 127 - 64), 127 + 63)
+    unit = ((254 - kept) << 23).to(tl.float32, bitcast=True)
+    whole, part = _limbs(first, unit, BITS)
+    second_whole, second_part = _limbs(second, unit, BITS)
+    rest_whole, rest_part = _limbs(rest, unit, BITS)
+    whole = (whole + second_whole + rest_whole).to(tl.float32)
+    part = (part + second_part + rest_part).to(tl.float32)
+    back = (kept << 23).to(tl.float32, bitcast=True)
+    total = (whole + part * (1.0 / (1 << BITS))) * (1.0 / (1 << (BITS - 2))) * back * back
+    largest = bits.to(tl.float32, bitcast=True)
+    return tl.where(exponent > 127 + 63, largest * largest, total)  # infinity or NaN
+
+
+@triton.jit
 def norm_parts(
     first, second, rest, weight_ptr, eps,
     HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -40,7 +81,7 @@ def norm_parts(
     second_weight = 1.0 + tl.load(weight_ptr + HALF + j, mask=j < HALF, other=0.0).to(tl.float32)
     rest_weight = 1.0 + tl.load(weight_ptr + 2 * HALF + i, mask=i < REST, other=0.0).to(tl.float32)
     first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
-    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
+    squares = _sum_of_squares(first, second, rest, DIM)
     scale = tl.math.rsqrt(tl.math.div_rn(squares, tl.full(squares.shape, DIM, tl.float32)) + eps)[:, None]
     first = (first * scale * first_weight[None, :]).to(model_dtype).to(tl.float32)
     second = (second * scale * second_weight[None, :]).to(model_dtype).to(tl.float32)
