@@ -246,3 +246,85 @@ def test_heights_fill_the_product() -> None:
     assert [tile_height(group, 128) for group in (12, 6, 3, 1)] == [10, 21, MOST_TILE_ROWS, MOST_TILE_ROWS]
     assert [tile_height(group, 64) for group in (12, 6, 3)] == [5, 10, 21]
     assert tile_height(64, 16) == 1
+
+
+NARROW = ((150, 1), (40, 2), (3, 5), (0, 19), (270, 16), (61, 4), (0, 3), (90, 9))
+PARTS = dataclasses.replace(SMALL, segments=4, segment_tokens=32)
+
+
+def _narrow_rows(step: Step) -> torch.Tensor:
+    """[T] bool: rows of requests that narrow tiles serve."""
+    narrow = torch.zeros(step.num_rows, dtype=torch.bool)
+    for request in step.requests:
+        rows = [row for row, _ in request.rows()]
+        narrow[rows] = 2 <= len(rows) < LEAST_ROWS
+    return narrow
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (6, 1), (10, 1)], ids=str)
+def test_narrow_lists_are_exact(heads: tuple[int, int], device: torch.device, choose: Any) -> None:
+    """Requests of 2 to 16 rows in as few tiles as hold them, all of one height but the last."""
+    step = make_step(
+        StepCase("narrow", NARROW, padding_rows=2, padding_requests=1, topk_blocks=8), seed=79, device=device
+    )
+    selection = choose(step)
+    height = tile_height(heads[0] // heads[1], 16)
+    lists = union_lists(_tokens(step, selection), step.plan, 16, height, narrow=True)
+    assert lists is not None
+    ids, counts = selection.block_ids.cpu(), selection.block_counts.cpu()
+    seen = []
+    for number, rows in enumerate(lists.row_counts.tolist()):
+        first = int(lists.first_rows[number])
+        seen += list(range(first, first + rows))
+        union = sorted({int(block) for row in range(first, first + rows) for block in ids[row, : counts[row]]})
+        if not rows:
+            continue
+        found = int(lists.block_counts[number])
+        request = int(step.plan.request_ids[first])
+        expected = step.plan.token_slots(request, torch.tensor(union, dtype=torch.int64, device=device) * 4)
+        assert lists.slot_ids[number, :found].tolist() == expected.tolist()
+        for row in range(first, first + rows):
+            has = (lists.row_bits[number, :found].cpu() >> (row - first)) & 1
+            assert [b for b, bit in zip(union, has.tolist(), strict=True) if bit] == ids[row, : counts[row]].tolist()
+    assert sorted(seen) == _narrow_rows(step).nonzero().flatten().tolist()
+    tiles = sum(-(-new // height) for _, new in NARROW if 2 <= new < LEAST_ROWS)
+    assert int((lists.row_counts > 0).sum()) == tiles
+    assert lists.served[: step.num_rows - 2].cpu().bool()[_narrow_rows(step)[:-2]].all()
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 32), ((6, 1), 96)], ids=str)
+def test_narrow_tiles_within_the_error_budget(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device, choose: Any, row_lists: Any,
+    assert_attends: Any,
+) -> None:  # fmt: skip
+    """Unions in one part and in several, merged by whoever comes last, and again on the same plan."""
+    case = StepCase(
+        "narrow", NARROW, padding_rows=2, padding_requests=1, topk_blocks=8, dtype=dtype, q_heads=heads[0],
+        kv_heads=heads[1], head_dim=head_dim, rotary_dim=8, page_tokens=80,
+    )  # fmt: skip
+    step = make_step(case, seed=80, device=device)
+    selection = choose(step)
+    narrow = _narrow_rows(step).to(device)
+    got, lists = _attend(step, selection, config=PARTS, narrow=True)
+    assert lists is not None
+    tokens = lists.block_counts[lists.row_counts > 0] * 4
+    assert int(tokens.min()) <= 32 < int(tokens.max()), "both in one part and in several"
+    assert bool(got[0][~narrow].isnan().all()), "rows of other requests are not written"
+    alone = [tokens if narrow[row] else [] for row, tokens in enumerate(row_lists(step, selection))]
+    filled = (got[0].masked_fill(~narrow[:, None, None], 0), got[1].masked_fill(~narrow[:, None], -torch.inf))
+    assert_attends(step, alone, filled)
+    again, _ = _attend(step, selection, config=PARTS, narrow=True)
+    assert_bitwise_equal(again[0][narrow], got[0][narrow], "output")
+    assert_bitwise_equal(again[1][narrow], got[1][narrow], "lse")
+
+
+def test_fault_12_narrow_tiles_alone_have_the_same_bits(device: torch.device, choose: Any, alone: Any) -> None:
+    case = StepCase("narrow", NARROW, topk_blocks=8, head_dim=32, request_seeds=tuple(range(30, 38)))
+    step = make_step(case, seed=81, device=device)
+    together, _ = _attend(step, choose(step), config=PARTS, narrow=True)
+    for request_id in (1, 4, 7):
+        single = make_step(alone(case, request_id, page_tokens=48), seed=81, device=device)
+        got, _ = _attend(single, choose(single), config=PARTS, narrow=True)
+        first, rows = step.requests[request_id].first_row, NARROW[request_id][1]
+        assert_bitwise_equal(got[0], together[0][first : first + rows], "output")
+        assert_bitwise_equal(got[1], together[1][first : first + rows], "lse")

@@ -7,7 +7,8 @@ union: nothing is sorted, and the work is that of reading the ids twice. No host
 
 Numbers of a step need no list of tiles either: with tiles of `h` rows, tile `j` of request `q` is tile number
 ``query_starts[q] // h + 2 * q + j``. Numbers of two requests never meet, since ``n`` rows lie in at most ``n // h + 2``
-tiles, and a program finds its request by searching `query_starts`.
+tiles, and a program finds its request by searching `query_starts`. Narrow tiles, of verification, sit at no absolute
+places: a request has as many numbers as its most rows need, and its rows share as few tiles as hold them.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ MOST_TILE_ROWS = 32
 """Rows of a tile at most: a bit each."""
 
 LEAST_ROWS = 17
-"""Rows of a request that tiles begin to serve; up to 16 a request are decode and verification."""
+"""Rows of a request that make it a prefill, whose tiles sit at absolute places. Up to 16 are verification."""
 
 
 @dataclass(frozen=True)
@@ -90,29 +91,39 @@ def _union_lists_kernel(
     first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr, served_ptr, words_ptr, ranks_ptr,
     num_requests, num_rows, num_words, most_share, stride_bt, stride_ct, stride_pr,
     BLOCK_TOKENS: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGED: tl.constexpr, TILE_ROWS: tl.constexpr,
-    LEAST_ROWS: tl.constexpr, ROWS_P2: tl.constexpr, TOPK: tl.constexpr, IDS: tl.constexpr, WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    NARROW: tl.constexpr, LEAST_ROWS: tl.constexpr, ROWS_P2: tl.constexpr, TOPK: tl.constexpr, IDS: tl.constexpr,
+    WORDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
     number = tl.program_id(0)
-    request = _find_request(query_starts_ptr, number, num_requests, TILE_ROWS)
+    request = number // NARROW if NARROW else _find_request(query_starts_ptr, number, num_requests, TILE_ROWS)
     begin = tl.load(query_starts_ptr + request)
     rows = tl.minimum(tl.load(query_starts_ptr + request + 1), num_rows) - begin
     seq_len = tl.load(seq_lens_ptr + request)
     first_position = seq_len - rows
-    j = number - begin // TILE_ROWS - 2 * request
-    tile_start = (first_position // TILE_ROWS + j) * TILE_ROWS
-    first = tl.maximum(tile_start, first_position)
-    count = tl.minimum(tile_start + TILE_ROWS, seq_len) - first
+    if NARROW:  # as few tiles as hold the rows, all of one height
+        j = number % NARROW
+        tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+        height = (rows + tl.maximum(tiles, 1) - 1) // tl.maximum(tiles, 1)
+        first = first_position + tl.minimum(j * height, rows)
+        count = tl.minimum(height, seq_len - first)
+        wanted = (rows > 1) & (rows < LEAST_ROWS)
+    else:
+        j = number - begin // TILE_ROWS - 2 * request
+        tile_start = (first_position // TILE_ROWS + j) * TILE_ROWS
+        first = tl.maximum(tile_start, first_position)
+        count = tl.minimum(tile_start + TILE_ROWS, seq_len) - first
+        wanted = rows >= LEAST_ROWS
     count = tl.where(seq_len >= rows, tl.maximum(count, 0), 0)
     first_row = begin + first - first_position
     tl.store(first_rows_ptr + number, tl.where(count > 0, first_row, 0))
     member = tl.arange(0, ROWS_P2)
     served_ptr += first_row + member
-    if (count == 0) | (rows < LEAST_ROWS):
+    if (count == 0) | (not wanted):
         tl.store(row_counts_ptr + number, 0)
         tl.store(union_counts_ptr + number, 0)
-        tl.store(served_ptr, tl.zeros((ROWS_P2,), tl.int32), mask=member < count)
+        others = (not NARROW) | (rows < LEAST_ROWS)  # narrow lists come second
+        tl.store(served_ptr, tl.zeros((ROWS_P2,), tl.int32), mask=(member < count) & others)
         return
 
     last_block = (seq_len - 1) // BLOCK_TOKENS
@@ -172,19 +183,26 @@ def _union_lists_kernel(
         tl.atomic_or(bits_ptr + place, tl.full((IDS,), 1, tl.int32) << row, mask=live, sem="relaxed")
 
 
-def most_tiles(plan, tile_rows):
-    """Tile numbers that a step of this shape can have."""
+def most_tiles(plan, tile_rows, narrow=False):
+    """Tile numbers that a step of this shape can have; of narrow tiles, as many for each request."""
+    if narrow:
+        return plan.num_requests * _narrow_tiles(plan, tile_rows)
     return plan.num_rows // tile_rows + 2 * plan.num_requests
 
 
-def union_lists(tokens, plan, page_tokens, tile_rows, *, most_share=1.0, warps=8, per_warp=256):
-    """Build the union lists of the rows of all requests that have at least `LEAST_ROWS` of them.
+def _narrow_tiles(plan, tile_rows):
+    return -(-min(plan.max_query_len, LEAST_ROWS - 1) // tile_rows)
+
+
+def union_lists(tokens, plan, page_tokens, tile_rows, *, narrow=False, most_share=1.0, warps=8, per_warp=128):
+    """Build the union lists of the rows of all requests that have at least `LEAST_ROWS` of them, or of the others.
 
     Args:
         tokens: `RowTokens` of all T rows, units ascending in a row.
         plan: The step; owns the lists' memory.
         page_tokens: Tokens of a page of K and V.
         tile_rows: Height of a tile, at most `MOST_TILE_ROWS`.
+        narrow: Serve the requests of 2 to ``LEAST_ROWS - 1`` rows instead. Their tiles sit at no absolute places.
         most_share: Rows are left where their tile's union is larger than this share of their lists laid end to end:
             1 where they have nothing in common, 1 / rows where they attend the same blocks.
         warps: Warps of a program.
@@ -193,7 +211,7 @@ def union_lists(tokens, plan, page_tokens, tile_rows, *, most_share=1.0, warps=8
     Returns:
         `UnionLists`, None where the step has no row or no request.
     """
-    numbers = most_tiles(plan, tile_rows)
+    numbers = most_tiles(plan, tile_rows, narrow)
     if plan.num_rows == 0 or plan.num_requests == 0:
         return None
     topk = tokens.unit_ids.shape[1]
@@ -217,7 +235,8 @@ def union_lists(tokens, plan, page_tokens, tile_rows, *, most_share=1.0, warps=8
         tokens.unit_ids.stride(0), tokens.unit_counts.stride(0),
         plan.page_table.stride(0) if paged else 0,
         BLOCK_TOKENS=tokens.unit_tokens, PAGE_TOKENS=page_tokens, PAGED=paged, TILE_ROWS=tile_rows,
-        LEAST_ROWS=LEAST_ROWS, ROWS_P2=triton.next_power_of_2(tile_rows), TOPK=topk, IDS=per_warp * warps,
-        WORDS=128 * warps, num_warps=warps, enable_fp_fusion=False, **overlapping(plan.device),
+        NARROW=_narrow_tiles(plan, tile_rows) if narrow else 0, LEAST_ROWS=LEAST_ROWS,
+        ROWS_P2=triton.next_power_of_2(tile_rows), TOPK=topk, IDS=per_warp * warps, WORDS=128 * warps,
+        num_warps=warps, enable_fp_fusion=False, **overlapping(plan.device),
     )  # fmt: skip
     return UnionLists(first_rows, row_counts, counts, slots, bits, tile_rows, served)
