@@ -153,6 +153,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("transformers")
 
 
+@pytest.fixture(autouse=True)
+def dense_masks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What transformers builds dense masks with raises for a model that runs on FlashQSA, unless `allowed` is set."""
+    from transformers import AttentionMaskInterface, masking_utils
+
+    guard = SimpleNamespace(allowed=False)
+
+    def refusing(name: str) -> Callable[..., Any]:
+        dense = getattr(masking_utils, name)
+
+        def mask(*args: Any, **kwargs: Any) -> Any:
+            name_in_config = getattr(kwargs.get("config"), "_attn_implementation", None)
+            on_flashqsa = hf.replacing.class_attributes or name_in_config == hf.masks.MASK_NAME
+            assert guard.allowed or not on_flashqsa, f"{name} was called while FlashQSA was enabled"
+            return dense(*args, **kwargs)
+
+        return mask
+
+    for key in ("sdpa", "eager"):
+        mask = refusing(f"{key}_mask")
+        monkeypatch.setattr(masking_utils, f"{key}_mask", mask)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, key, mask)
+    return guard
+
+
 @pytest.fixture
 def cache_keeps_positions() -> None:
     """Skips versions that keep the position history beside the cache, where what is done to it does not reach."""

@@ -93,7 +93,9 @@ def test_a_model_with_such_hooks_can_be_enabled(plain: Any, say: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("hooked", [_with_layers_on_disk, _with_hooks_everywhere])
-def test_classes_enabled_after_hooks(plain: Any, say: Any, tmp_path: Path, hooked: Any, refuses: Any) -> None:
+def test_classes_enabled_after_hooks(
+    plain: Any, say: Any, tmp_path: Path, hooked: Any, refuses: Any, dense_masks: Any
+) -> None:
     """It is said with what to do; where the text model has hooks too, transformers goes on and the report is empty."""
     expected = say(plain)
     model = hooked(plain, tmp_path)
@@ -102,15 +104,20 @@ def test_classes_enabled_after_hooks(plain: Any, say: Any, tmp_path: Path, hooke
             with refuses(UnsupportedError, "flashqsa", "Call enable on this model"):
                 say(model)
         else:
+            dense_masks.allowed = True
             assert torch.equal(say(model), expected)
             assert hf.report(model) == []
+            dense_masks.allowed = False
         with hf.enabled(model):
             assert torch.equal(say(model), expected)
             assert [layer.rows for layer in hf.report(model)] == [2 * 103]
     assert torch.equal(say(model), expected)
 
 
-def test_a_text_model_whose_hooks_came_first_says_what_to_do(plain: Any, say: Any, refuses: Any) -> None:
+def test_a_text_model_whose_hooks_came_first_says_what_to_do(
+    plain: Any, say: Any, refuses: Any, dense_masks: Any
+) -> None:
+    dense_masks.allowed = True
     hooks = pytest.importorskip("accelerate.hooks")
     hooks.add_hook_to_module(plain.model, hooks.ModelHook())
     with (

@@ -114,3 +114,20 @@ def test_a_step_is_copied_once_to_each_device(model: Any) -> None:
     assert away.plan.positions.device == away.plan.first_slots.device == torch.device("meta")
     assert (away.starts, away.ends, away.kv_tokens) == (step.starts, step.ends, step.kv_tokens)
     assert away.plan.max_seq_len == step.plan.max_seq_len
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+@pytest.mark.parametrize("by_class", [False, True])
+def test_dense_masks_raise_in_every_test_of_an_enabled_model(model: Any, name: str, by_class: bool) -> None:
+    """The guard of this folder: whoever asks for one by name, or in the module, while FlashQSA is enabled."""
+    from transformers import AttentionMaskInterface, masking_utils
+
+    for mask in (AttentionMaskInterface._global_mapping[name], getattr(masking_utils, f"{name}_mask")):
+
+        def build(mask: Any = mask) -> Any:
+            options = {} if by_class else {"config": model.config}
+            return mask(1, 4, 4, q_offset=0, allow_is_causal_skip=False, device="cpu", **options)
+
+        with hf.enabled(None if by_class else model), pytest.raises(AssertionError, match=f"{name}_mask was called"):
+            build()
+        assert build().shape == (1, 1, 4, 4)
