@@ -24,7 +24,7 @@ from flashqsa.testing import (
 )
 
 RAGGED = ((150, 1), (0, 19), (61, 40), (31, 1), (0, 3), (270, 25))
-SMALL = TilesKernelConfig(block_m=16, block_n=32, warps=4, stages=1)
+SMALL = TilesKernelConfig(block_m=16, stages=1, most_share=1.0)
 
 Result = tuple[torch.Tensor, torch.Tensor]
 

@@ -32,6 +32,7 @@ class Variant:
     heads: tuple[int, int] = (24, 2)
     dtype: torch.dtype = BF16
     kv_dtype: torch.dtype | None = None
+    narrow: bool = False
     spills: int = 0
 
     @property
@@ -41,6 +42,7 @@ class Variant:
 
 VARIANTS = (
     Variant("24 over 2", ARCHS, spills=512),
+    Variant("24 over 2, narrow", (80, 90), narrow=True, spills=512),
     Variant("6 over 1", (90,), (6, 1), spills=640),
     Variant("e4m3", (89, 90, 120), kv_dtype=E4M3, spills=640),
     Variant("fp16", (86, 90), dtype=FP16, spills=512),
@@ -49,7 +51,7 @@ VARIANTS = (
 
 
 @functools.cache
-def _launches(variant: Variant, arch: int) -> list[Launch]:
+def _launches(variant: Variant) -> list[Launch]:
     rows, kv_dtype = 64, variant.kv_dtype or variant.dtype
     k_pages, v_pages = torch.zeros(2, 2, 64, variant.heads[1], 256).to(kv_dtype)
     scale = torch.ones(1) if kv_dtype == E4M3 else None
@@ -62,9 +64,20 @@ def _launches(variant: Variant, arch: int) -> list[Launch]:
     q = torch.zeros(rows, variant.heads[0], 256, dtype=variant.dtype)
     numbers = torch.zeros(2, rows, dtype=torch.int32)
     tokens = RowTokens(torch.zeros(rows, 512, dtype=torch.int32), numbers[0], 4, numbers[1], plan.positions)
-    config = TilesKernelConfig.choose(variant.heads[0] // variant.heads[1], 256, variant.wide, SHARED_BYTES[arch])
+    config = TilesKernelConfig.choose(variant.heads[0] // variant.heads[1], variant.wide, variant.narrow)
     with recorded_launches() as launches:
-        attend_tiles_triton(q, cache, plan, tokens, 0.0625, gate=q, out=torch.empty_like(q), lse=None, config=config)
+        attend_tiles_triton(
+            q,
+            cache,
+            plan,
+            tokens,
+            0.0625,
+            gate=q,
+            out=torch.empty_like(q),
+            lse=None,
+            narrow=variant.narrow,
+            config=config,
+        )
     return launches
 
 
@@ -72,7 +85,7 @@ def _launches(variant: Variant, arch: int) -> list[Launch]:
     ("variant", "arch"), [pytest.param(v, arch, id=f"{v.name}, sm_{arch}") for v in VARIANTS for arch in v.archs]
 )
 def test_attend_tiles_compiles(variant: Variant, arch: int) -> None:
-    _, launch = _launches(variant, arch)
+    _, launch = _launches(variant)
     assert launch.kernel.__name__ == "_attend_tiles_kernel"
     compiled = compile_launch(launch, arch)
     assert compiled.shared_bytes <= SHARED_BYTES[arch], f"{compiled.shared_bytes} bytes of shared memory"
@@ -84,7 +97,7 @@ def test_attend_tiles_compiles(variant: Variant, arch: int) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_union_lists_compile(arch: int) -> None:
-    launch, _ = _launches(VARIANTS[0], 86)  # tiles of 5 rows: half the keys to merge, and to compile
+    launch, _ = _launches(VARIANTS[0])
     assert launch.kernel.__name__ == "_union_lists_kernel"
     compiled = compile_launch(launch, arch)
     assert compiled.shared_bytes <= SHARED_BYTES[arch]

@@ -8,7 +8,6 @@ the rows of the request that lie between two multiples of the tile height, and w
 Work: a union of `u` tokens costs 4 * BLOCK_M * D * u flop a KV head; rows alone would load 2 * D numbers a token each.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -210,41 +209,30 @@ class TilesKernelConfig:
         segment_tokens: Tokens of a union that are worth a program of their own.
     """
 
-    block_m: int = 128
-    block_n: int = 64
-    warps: int = 8
-    stages: int = 2
-    most_share: float = 1.0
+    block_m: int = 64
+    block_n: int = 32
+    warps: int = 4
+    stages: int = 3
+    most_share: float = 0.6
     segments: int = 1
-    segment_tokens: int = 512
+    segment_tokens: int = 768
 
     @classmethod
-    def choose(cls, query_group, block_d, wide, shared_bytes, narrow=False):
-        """The largest tiles that a multiprocessor's shared memory holds; narrow ones with fewer rows, cut in parts."""
-        if narrow:
-            return cls(
-                block_m=max(64, triton.next_power_of_2(query_group)), block_n=32, warps=4,
-                stages=3 if shared_bytes > 200_000 else 1, most_share=0.6, segments=8,
-            )  # fmt: skip
+    def choose(cls, query_group, wide, narrow=False):
+        """Tiles of 64 rows x heads, which fit every device; those of verification are cut in parts.
+
+        Args:
+            query_group: Query heads that share a KV head.
+            wide: Whether K, V or queries are fp32.
+            narrow: Whether the tiles are those of verification.
+        """
         if wide:
-            return cls(block_m=max(16, triton.next_power_of_2(query_group)), block_n=16, stages=1)
-        if shared_bytes < 200_000 and block_d > 128:
-            return cls(
-                block_m=max(64, triton.next_power_of_2(query_group)), block_n=32, warps=4, stages=1, most_share=0.6
-            )
-        return cls(block_m=max(128, triton.next_power_of_2(query_group)), most_share=0.38)
+            return cls(block_m=max(16, triton.next_power_of_2(query_group)), block_n=16, warps=8, stages=1)
+        return cls(block_m=max(64, triton.next_power_of_2(query_group)), segments=4 if narrow else 1)
 
 
 PARTS_BYTES = 128 << 20
 """Memory for the parts of unions. More tiles than it holds go in several launches, with the same bits."""
-
-
-@functools.cache
-def shared_bytes(device):
-    """Shared memory that one program can have; what a large device has where kernels are interpreted."""
-    if device.type != "cuda":
-        return 227 << 10
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def tile_height(query_group, block_m):
@@ -291,7 +279,7 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
     group = q_heads // kv_heads
     wide = cache.k_pages.dtype == torch.float32 or q.dtype == torch.float32
     block_d = max(16, triton.next_power_of_2(dim))  # products are at least so deep
-    config = config or TilesKernelConfig.choose(group, block_d, wide, shared_bytes(q.device), narrow)
+    config = config or TilesKernelConfig.choose(group, wide, narrow)
     page_tokens = cache.k_pages.shape[1]
     lists = union_lists(
         tokens, plan, page_tokens, tile_height(group, config.block_m), narrow=narrow, most_share=config.most_share
