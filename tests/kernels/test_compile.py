@@ -76,9 +76,13 @@ SELECT = (
 )
 
 TOP = (
-    Variant("8k", (120,), context=8192),
-    Variant("128k", spills=16),
-    Variant("1M with scores", (80, 90), context=1 << 20, return_scores=True, spills=400),
+    Variant("8k", (80, 90, 120), context=8192),
+    Variant("8k, many rows", (80, 90), requests=1024, context=8192),
+    Variant("128k"),
+    Variant("128k, more programs", (90, 100), requests=32),
+    Variant("128k, many rows", requests=1024),
+    Variant("1M with scores", (80, 90), context=1 << 20, return_scores=True),
+    Variant("512k with scores, many rows", (80, 90), requests=1024, context=1 << 19, return_scores=True),
 )
 
 
@@ -159,8 +163,8 @@ def test_score_blocks_compiles(variant: Variant, arch: int) -> None:
 
 @_each(TOP)
 def test_top_blocks_compiles(variant: Variant, arch: int) -> None:
-    """All passes that a context takes."""
-    launches = _launches(variant, "select")[1:]
-    assert all(launch.kernel.__name__ == "_top_blocks_kernel" for launch in launches)
-    assert len(launches) == {8192: 1, 131072: 2, 1 << 20: 2}[variant.context]
-    _judge_spills(variant, *[_compiled(launch, arch) for launch in launches])
+    """One launch, whatever the context; a program a row where rows are many and longer than a tile."""
+    launch = next(launch for launch in _launches(variant, "select") if launch.kernel.__name__ != "_score_blocks_kernel")
+    walks = variant.requests >= 2 * 132 and variant.context > 8192
+    assert launch.kernel.__name__ == ("_top_rows_kernel" if walks else "_top_lists_kernel")
+    _judge_spills(variant, _compiled(launch, arch))

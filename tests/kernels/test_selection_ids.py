@@ -1,4 +1,4 @@
-"""The top-K kernel: exact ids on given scores, on ties, plateaus, NaN and infinities, in one pass and in several."""
+"""The top-K kernels: exact ids on given scores, on ties, plateaus, NaN and infinities, in every form."""
 
 from __future__ import annotations
 
@@ -11,20 +11,36 @@ import torch
 from flashqsa.selection import select_blocks, triton_topk
 from flashqsa.testing import assert_bitwise_equal, assert_same_selection, oracles, stream
 
+FORMS = {
+    "1 chunk": (False, 512, False),
+    "1 chunk, bins": (False, 512, True),
+    "2 levels": (False, 128, False),
+    "3 levels": (False, 64, False),
+    "3 levels, bins": (False, 64, True),
+    "walk": (True, 64, False),
+}
+"""Walk or not, scores a program, bins or not: so that a row of 300 scores and K = 16 takes as many steps."""
 
-@pytest.fixture(params=[1, 2, 3], ids=["1 pass", "2 passes", "3 passes"])
-def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Chunks so short that a row of 300 scores and K = 16 takes so many passes."""
-    wanted = int(request.param)
-    first, chunk = {1: (4096, 16384), 2: (64, 128), 3: (64, 64)}[wanted]
-    monkeypatch.setattr(triton_topk, "FIRST_CHUNK", first)
-    monkeypatch.setattr(triton_topk, "CHUNK", chunk)
-    width, lists, count = 300, -(-300 // triton_topk.first_chunk(300, 16)), 1
-    while lists > 1:
-        lists = -(-lists // min(chunk // 16, lists))
-        count += 1
-    assert (width, count) == (300, wanted)
-    return wanted
+
+def _take(monkeypatch: pytest.MonkeyPatch, walk: bool, block: int, bins: bool) -> None:
+    """Kernels of this form, whatever the shape, of at least twice the budget."""
+
+    def choose(rows: int, width: int, topk: int, multiprocessors: int) -> triton_topk.TopKernelConfig:
+        return triton_topk.TopKernelConfig(walk, max(block, 1 << (2 * topk - 1).bit_length()), bins, 4)
+
+    monkeypatch.setattr(triton_topk.TopKernelConfig, "choose", choose)
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One form of the kernels."""
+    name = str(request.param)
+    _take(monkeypatch, *FORMS[name])
+    return name
+
+
+def test_forms_take_the_levels_that_they_name() -> None:
+    assert [triton_topk.row_lists(-(-300 // block), block // 16) for block in (512, 128, 64)] == [0, 3, 5 + 2]
 
 
 def _plateaus() -> dict[str, list[float]]:
@@ -59,7 +75,7 @@ def _plateaus() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("name", _plateaus())
-def test_fault_2_ids_of_given_scores(name: str, passes: int, scored_rows: Any, select: Any) -> None:
+def test_fault_2_ids_of_given_scores(name: str, form: str, scored_rows: Any, select: Any) -> None:
     """The kernel against the oracle, then against the definition; three rows see as many blocks and score in steps."""
     scores = _plateaus()[name]
     inputs = scored_rows(scores, seed=2, rows=2)
@@ -82,13 +98,13 @@ def test_budgets_that_are_no_power_of_two(topk_blocks: int, scored_rows: Any, se
         assert_same_selection(selection, [oracles.select_best(scores, topk_blocks)])
 
 
+@pytest.mark.parametrize("walk", [False, True], ids=["lists", "walk"])
 @pytest.mark.parametrize("topk_blocks", [7, 48, 64])
-def test_several_passes_of_odd_budgets(
-    topk_blocks: int, scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
+def test_several_steps_of_odd_budgets(
+    topk_blocks: int, walk: bool, scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lists shorter than K at the end, and lists that do not fill a chunk."""
-    monkeypatch.setattr(triton_topk, "FIRST_CHUNK", 64)
-    monkeypatch.setattr(triton_topk, "CHUNK", 128)
+    """Lists shorter than K at the end, lists that do not fill a program, tiles that end in the middle."""
+    _take(monkeypatch, walk, 64, walk)
     for blocks in (65, 129, 300, 511):
         scores = [float(int(20 * x)) for x in torch.rand(blocks, generator=stream(4, blocks)).tolist()]
         for return_scores in (False, True):
@@ -133,13 +149,40 @@ def test_fault_3_rows_packed_in_one_bin(blocks: int, kind: str, scored_rows: Any
     assert selection.block_ids[0].tolist() == best.tolist()
 
 
+@pytest.mark.parametrize("walk", [False, True], ids=["lists", "walk"])
+def test_lists_and_buffers_of_a_plan_are_used_again(
+    walk: bool, scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a launch counts is ready for the next; what it left in the scratch changes nothing."""
+    _take(monkeypatch, walk, 64, False)
+    noise = torch.rand(300, generator=stream(10))
+    inputs = scored_rows(noise.tolist(), seed=10, rows=2)
+    first = select(inputs)
+    assert_same_selection(first, [oracles.select_best(noise.tolist(), 16)] * 2)
+    for _ in range(2):
+        assert_bitwise_equal(select(inputs).block_ids, first.block_ids, "again")
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "form_taken", [None, (True, 2048, False), (False, 4096, False)], ids=["own", "walk", "guesses"]
+)
 @pytest.mark.parametrize("blocks", [65504, 70000, 262144])
-def test_fault_3_long_rows(blocks: int, scored_rows: Any, select: Any) -> None:
+def test_fault_3_long_rows(
+    blocks: int,
+    form_taken: tuple[bool, int, bool] | None,
+    scored_rows: Any,
+    select: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if form_taken is not None:
+        _take(monkeypatch, *form_taken)
     for scores in (
         1.0 + 1e-3 * torch.rand(blocks, generator=stream(7, blocks)),
         torch.randn(blocks, generator=stream(8, blocks)).clamp(min=0.0),
         (3 * torch.randn(blocks, generator=stream(9, blocks))).round().abs(),
+        torch.zeros(blocks),
+        torch.arange(blocks, dtype=torch.float32),
     ):
         selection = select(scored_rows(scores, seed=7, topk_blocks=512, rows=2))
         best = scores.sort(descending=True, stable=True).indices[:512].sort().values.tolist()

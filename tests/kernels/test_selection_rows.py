@@ -210,7 +210,7 @@ def test_chunks_equal_one_prefill(cut: int, device: torch.device, select: Any) -
 def test_workspaces_and_passes_change_no_bit(
     device: torch.device, select: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row at a time, a few, all; one pass and three."""
+    """One row at a time, a few, all; one chunk a row, several, and a program that walks along it."""
     case = StepCase("workspace", RAGGED, padding_rows=2, max_query_len=40, index_head_dim=32)
     step = make_step(case, seed=17, device=device)
     wanted = select(step, return_scores=True)
@@ -220,7 +220,7 @@ def test_workspaces_and_passes_change_no_bit(
         for name in NAMES:
             assert_bitwise_equal(getattr(got, name), getattr(wanted, name), f"{name}, {workspace_bytes} bytes")
     monkeypatch.setattr(triton_topk, "FIRST_CHUNK", 64)
-    monkeypatch.setattr(triton_topk, "CHUNK", 64)
+    monkeypatch.setattr(triton_topk, "ROW_TILE", 64)
     for workspace_bytes in (least, 1 << 30):
         fresh = make_step(case, seed=17, device=device)
         got = select(fresh, return_scores=True, workspace_bytes=workspace_bytes)

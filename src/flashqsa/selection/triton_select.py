@@ -6,13 +6,17 @@ import torch
 from flashqsa.backends import multiprocessors
 from flashqsa.results import Selection
 from flashqsa.selection.triton_scores import score_blocks_triton
-from flashqsa.selection.triton_topk import first_chunk, top_blocks_triton
+from flashqsa.selection.triton_topk import candidate_bytes, top_blocks_triton
 
 
 def row_workspace_bytes(blocks, topk_blocks):
-    """Bytes of workspace that one row of a step needs: scores, and candidates where there are several passes."""
-    lists = -(-blocks // first_chunk(blocks, topk_blocks))
-    return 4 * blocks + (2 * 8 * lists * topk_blocks if lists > 1 else 0)
+    """Bytes of workspace that one row of a step needs: scores, and candidates where a row takes several steps."""
+    return 4 * row_numbers(blocks) + candidate_bytes(blocks, topk_blocks)
+
+
+def row_numbers(blocks):
+    """Numbers between two rows of scores: a multiple of 16, so that rows are read in long words."""
+    return -(-blocks // 16) * 16
 
 
 def select_blocks_triton(index_q, cache, plan, out, *, workspace_bytes):
@@ -22,17 +26,18 @@ def select_blocks_triton(index_q, cache, plan, out, *, workspace_bytes):
     dense = plan.all_visible and not scored_all
     if dense:
         blocks = 1  # nothing is scored: the top-K kernel writes every block that a row sees
+    processors = multiprocessors(cache.device)
     rows_at_once = max(1, min(plan.num_rows, workspace_bytes // row_workspace_bytes(blocks, topk)))
     for first_row in range(0, plan.num_rows, rows_at_once):
         rows = slice(first_row, min(first_row + rows_at_once, plan.num_rows))
-        scores = plan.scratch("select.scores", (rows.stop - first_row, blocks), torch.float32)
+        scores = plan.scratch("select.scores", (rows.stop - first_row, row_numbers(blocks)), torch.float32)[:, :blocks]
         if not dense:
             score_blocks_triton(
                 index_q, cache, plan, scores, first_row, 0 if scored_all else topk,
-                multiprocessors=multiprocessors(cache.device),
+                multiprocessors=processors,
             )  # fmt: skip
         part = Selection(
             out.block_ids[rows], out.block_counts[rows], None if out.scores is None else out.scores[rows],
             out.visible_blocks[rows], out.request_ids[rows],
         )  # fmt: skip
-        top_blocks_triton(scores, plan, first_row, part, scored_all=scored_all)
+        top_blocks_triton(scores, plan, first_row, part, scored_all=scored_all, multiprocessors=processors)
