@@ -12,6 +12,7 @@ from flashqsa.cache import LayerCache
 from flashqsa.plan import plan_step
 from flashqsa.selection import select_blocks, triton_topk
 from flashqsa.selection.plain import least_workspace_bytes
+from flashqsa.selection.triton_scores import ScoreKernelConfig, score_blocks_triton
 from flashqsa.testing import (
     StepCase,
     assert_best_selection,
@@ -226,6 +227,61 @@ def test_workspaces_and_passes_change_no_bit(
         got = select(fresh, return_scores=True, workspace_bytes=workspace_bytes)
         for name in NAMES:
             assert_bitwise_equal(getattr(got, name), getattr(wanted, name), f"{name}, several passes")
+
+
+def _scores(step: Any, config: ScoreKernelConfig, rows: slice, least_blocks: int = 0) -> torch.Tensor:
+    """Scores of these rows by these tiles; -7 where nothing was written."""
+    out = torch.full((rows.stop - rows.start, step.plan.max_seq_len // 4), -7.0, device=step.index_q.device)
+    score_blocks_triton(
+        step.index_q, step.cache, step.plan, out, rows.start, least_blocks, multiprocessors=2, config=config
+    )
+    return out
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 16])
+def test_fault_6_tiles_change_no_bit(heads: int, device: torch.device) -> None:
+    """Decode, verification and prefill have tiles of their own: each gives the same bits."""
+    case = StepCase("tiles", RAGGED, index_heads=heads, index_head_dim=32, dtype=torch.float16, padding_rows=1)
+    step = make_step(case, seed=24, device=device)
+    visible = step.plan.visible_blocks[:, None]
+    wanted = _scores(step, ScoreKernelConfig(), slice(0, step.num_rows))
+    assert torch.equal(wanted != -7, torch.arange(wanted.shape[1], device=device) < visible)
+    tiles = (
+        ScoreKernelConfig(rows=16, stages=1, programs=1), ScoreKernelConfig(block_m=128, rows=4, programs=50),
+        ScoreKernelConfig(rows=64 if heads < 8 else 16, stages=2), ScoreKernelConfig(block_m=32, rows=1, stages=1),
+    )  # fmt: skip
+    for config in tiles:
+        got = _scores(step, config, slice(0, step.num_rows))
+        assert_bitwise_equal(got, wanted, f"{config}")
+        part = slice(5, 41)
+        assert_bitwise_equal(_scores(step, config, part), wanted[part], f"{config}, rows 5 to 40")
+        budget = _scores(step, config, slice(0, step.num_rows), 9)
+        assert_bitwise_equal(budget, torch.where(visible > 9, wanted, -7), f"{config}, a budget of 9 blocks")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index_head_dim", [48, 128])
+def test_fault_6_e4m3_keys_wherever_they_lie(index_head_dim: int, device: torch.device) -> None:
+    """Keys that lie so that they load two by two, and keys that do not: the same bits in every tile."""
+    case = StepCase(
+        "words", RAGGED, index_head_dim=index_head_dim, dtype=torch.bfloat16, index_dtype=torch.float8_e4m3fn,
+        index_q_dtype=torch.float8_e4m3fn,
+    )  # fmt: skip
+    step = make_step(case, seed=25, device=device)
+    keys = step.cache.block_keys
+    wide = torch.full((*keys.shape[:2], 256 + 1), 0x7F, dtype=torch.uint8, device=device)
+    every = slice(0, step.num_rows)
+    wanted = _scores(step, ScoreKernelConfig(), every)
+    assert int((wanted != -7).sum()) == int(step.plan.visible_blocks.sum())
+    for start, width in ((0, 257), (1, 257), (0, 256), (32, 256), (16, 256)):
+        place = wide.view(-1)[: keys.shape[0] * keys.shape[1] * width].view(*keys.shape[:2], width)
+        moved = place[:, :, start : start + index_head_dim]
+        moved.copy_(keys.view(torch.uint8))
+        there = dataclasses.replace(
+            step, cache=dataclasses.replace(step.cache, block_keys=moved.view(torch.float8_e4m3fn))
+        )
+        for config in (ScoreKernelConfig(), ScoreKernelConfig(rows=32, stages=2)):
+            assert_bitwise_equal(_scores(there, config, every), wanted, f"{config}, {start} of {width} bytes")
 
 
 def test_fault_1_two_runs_have_the_same_bits(device: torch.device, select: Any) -> None:

@@ -203,26 +203,30 @@ class ScoreKernelConfig:
     programs: int = 4
 
     @classmethod
-    def choose(cls, *, wide, heads, dim, rows, hopper):
-        """Tiles for a step.
+    def choose(cls, *, wide, heads, dim, key_bytes, rows, hopper):
+        """Tiles for a step: measured on compute capability 9.0, small ones elsewhere.
 
         Args:
             wide: Whether products are of fp32.
             heads: Index heads, padded to a power of two.
             dim: Index dim, padded to a power of two.
+            key_bytes: Bytes of a number of the block keys.
             rows: Most rows of a request.
             hopper: Whether the device has compute capability 9.0.
         """
         if wide:  # no tensor cores: what a thread holds grows with keys times columns
             together = min(triton.next_power_of_2(max(rows, 1)), max(1, 32 // heads), 16)
             return cls(block_m=32, rows=together, stages=1, programs=8)
-        columns = max(64, min(256, (1 << 15) // dim)) if hopper else 64
-        together = max(1, min(8, columns // heads))
-        while together < min(rows, 64) and 2 * together * heads <= columns:
+        # more columns read the keys fewer times; those of one byte are widened in registers, which leaves fewer of them
+        most_columns = max(64, min(256 if key_bytes > 1 else 128, (1 << 15) // dim)) if hopper else 64
+        together = max(1, min(8, most_columns // heads))
+        while together < min(rows, 64) and 2 * together * heads <= most_columns:
             together *= 2
+        if not hopper:
+            return cls(rows=together)
         if together * heads > 64:
-            return cls(rows=together, stages=2, programs=8)
-        return cls(rows=together)
+            return cls(rows=together, stages=2, programs=4)
+        return cls(rows=together, stages=2, programs=5) if key_bytes > 1 else cls(rows=together, stages=4, programs=6)
 
     def fitting(self, *, columns, dim, key_bytes, shared_bytes):
         """These tiles with no more stages than there is shared memory for."""
@@ -242,7 +246,7 @@ def score_blocks_triton(index_q, cache, plan, scores, first_row, least_blocks, *
     heads, rows = triton.next_power_of_2(index_q.shape[1]), min(plan.max_query_len, scores.shape[0])
     hopper = _is_hopper(cache.device)
     config = config or ScoreKernelConfig.choose(
-        wide=dtype == tl.float32, heads=heads, dim=block_d, rows=rows, hopper=hopper
+        wide=dtype == tl.float32, heads=heads, dim=block_d, key_bytes=keys.element_size(), rows=rows, hopper=hopper
     )
     config = config.fitting(
         columns=heads * config.rows, dim=block_d, key_bytes=keys.element_size(),
