@@ -43,7 +43,7 @@ VARIANTS = (
     Variant("four rows", 5, rows=4),
     Variant("sixteen rows", 4, rows=16),
     Variant("prefill", 2, rows=4096),
-    Variant("prefill, e4m3", 3, rows=4096, q_dtype=E4M3, keys_dtype=E4M3),
+    Variant("prefill, e4m3", 2, rows=4096, q_dtype=E4M3, keys_dtype=E4M3),
     Variant("prefill, e4m3 keys", 3, rows=4096, q_dtype=BF16, keys_dtype=E4M3),
     Variant("prefill, 16 heads of 96", 2, rows=4096, heads=16, dim=96, q_dtype=FP16, keys_dtype=FP16),
 )
