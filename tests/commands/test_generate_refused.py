@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from flashqsa.commands import generate as generate_command
+from flashqsa.commands import generate_vllm
 from flashqsa.commands.app import main
 from flashqsa.commands.generate_child import _ended
 from flashqsa.commands.generate_engine import run_engine
@@ -78,6 +81,17 @@ def test_generate_tells_a_bad_option_in_one_line(
     words: list[str], told: str, small_checkpoint: Path, refused: Refused
 ) -> None:
     refused(small_checkpoint, *words, told=told)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_generate_tells_that_vllm_is_missing(
+    small_checkpoint: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in generate_vllm.ENVIRONMENT | {"FLASHQSA_VLLM": ""}:
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
+    refused(
+        small_checkpoint, "--prompt", "a", "--engine", "vllm", *CPU, told="vllm must be installed for --engine vllm"
+    )
 
 
 @pytest.mark.parametrize(

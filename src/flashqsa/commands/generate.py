@@ -1,4 +1,4 @@
-"""`flashqsa generate`: greedy text from a checkpoint, on FlashQSA, on stock transformers, or on both to compare."""
+"""`flashqsa generate`: greedy text from a checkpoint, on FlashQSA, stock transformers or both, or in vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = _RUN.device,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice by default.")] = _RUN.threads,
     engine: Annotated[
-        str | None, typer.Option(help="flashqsa (the default) or stock: transformers alone.")
+        str | None, typer.Option(help="flashqsa (the default), stock: transformers alone, or vllm: vLLM on FlashQSA.")
     ] = _RUN.engine,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run both and compare; exit code 3 if they differ.")

@@ -17,7 +17,7 @@ from flashqsa.commands.generate_model import load_model, quiet_transformers
 from flashqsa.errors import UnsupportedError
 from flashqsa.integrations import hf
 
-ENGINES = {"flashqsa": "FlashQSA", "stock": "stock transformers"}
+ENGINES = {"flashqsa": "FlashQSA", "stock": "stock transformers", "vllm": "vLLM on FlashQSA"}
 """Names of the engines, and how they are written out."""
 
 WARM_UP_TOKENS = 8
@@ -59,7 +59,8 @@ class EngineRun:
         load_s: Seconds to load the model.
         peak_bytes: Memory held at most while generating.
         loaded_bytes: Memory held just before.
-        layers: What each QSA layer attended; empty for stock transformers, which does not count.
+        layers: What each QSA layer attended; empty for engines that do not count by layer.
+        operator_calls: How often each of FlashQSA's stages or operators served vLLM; empty for other engines.
         unused_tensors: Names of the checkpoint's tensors that the model has no use for.
     """
 
@@ -70,6 +71,7 @@ class EngineRun:
     peak_bytes: int
     loaded_bytes: int
     layers: tuple[hf.LayerReport, ...] = ()
+    operator_calls: dict[str, int] = field(default_factory=dict)
     unused_tensors: tuple[str, ...] = field(default=(), repr=False)
 
     @property
@@ -100,8 +102,13 @@ def run_engine(request: RunRequest, engine: str, on_progress: Progress = lambda 
     Raises:
         ConfigError: The checkpoint does not load.
         ArgumentError: The model's logits are not finite.
-        UnsupportedError: The model or the prompt does not fit in memory.
+        UnsupportedError: The model or the prompt does not fit in memory; or, of vLLM, as `run_vllm`.
     """
+    if engine == "vllm":
+        from flashqsa.commands.generate_vllm import run_vllm
+
+        with _memory_errors(engine), torch_threads(request.threads):
+            return run_vllm(request, on_progress)
     device = torch.device(request.device)
     with _memory_errors(engine), torch_threads(request.threads), quiet_transformers():
         started = time.perf_counter()

@@ -81,6 +81,7 @@ def _run_as_json(outcome: Outcome, run: EngineRun) -> dict[str, Any]:
         "peak_bytes": run.peak_bytes,
         "growth_bytes": run.growth_bytes,
         "share_selected": share_selected(run),
+        "operator_calls": run.operator_calls,
         "layers": [asdict(layer) | {"share_selected": layer.share_selected} for layer in run.layers],
     }
 
@@ -105,7 +106,7 @@ def share_selected(run: EngineRun) -> float | None:
 
 def print_outcome(outcome: Outcome, console: Console) -> None:
     """Prints the outcome for people, in at most 80 columns where paths and the text allow."""
-    shown = outcome.runs.get("flashqsa") or outcome.runs["stock"]
+    shown = outcome.runs.get("flashqsa") or next(iter(outcome.runs.values()))
     text = outcome.texts[shown.engine]
     for line in (
         f"{outcome.request.checkpoint} on {outcome.request.device}, {shown.dtype}, "
@@ -203,6 +204,9 @@ def _layers_table(run: EngineRun) -> Table:
 
 
 def _path_lines(run: EngineRun) -> list[str]:
+    if run.operator_calls:
+        served = ", ".join(f"{name} {count:,}" for name, count in run.operator_calls.items())
+        return [f"served by FlashQSA: {served} calls"]
     share = share_selected(run)
     if share is None:
         return []
