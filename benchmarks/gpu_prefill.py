@@ -1,7 +1,7 @@
 """`python -m benchmarks gpu-prefill`: selection and attention of long chunks on one CUDA GPU.
 
 Beside vLLM and the floor. Prefill by context, with index queries that drift so that neighbours select alike; attention
-alone at the heads of a tensor-parallel rank, for decode, verification and prefill, with rows that exchange some of their
+alone at the heads of a tensor-parallel rank, for decode, verification and prefill, with rows that exchange some
 blocks; and a curve over that share. vLLM gets these blocks in no order, as its own selection leaves them.
 """
 

@@ -132,13 +132,23 @@ class SingleLayer:
         positions = torch.arange(tokens)[None].expand(3, 1, -1)
         self.position_embeddings = Qwen4ExpTextRotaryEmbedding(config)(self.hidden, positions)
 
+    def to(self, device: str, dtype: torch.dtype) -> SingleLayer:
+        """The same layer elsewhere, in place."""
+        self.attention.to(device, dtype)
+        self.hidden = self.hidden.to(device, dtype)
+        self.position_embeddings = tuple(table.to(device, dtype) for table in self.position_embeddings)
+        return self
+
     def mask(self) -> torch.Tensor:
         """The causal mask that transformers hands to its layers, [1, 1, tokens, tokens] bool."""
-        return torch.ones(self.tokens, self.tokens, dtype=torch.bool).tril_()[None, None]
+        return torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=self.hidden.device).tril_()[None, None]
 
     def step(self) -> HFStep:
         """What FlashQSA makes instead of the mask, once a forward for all layers."""
-        return step_mask(1, self.tokens, self.tokens, mask_function=causal_mask_function, config=self.attention.config)
+        return step_mask(
+            1, self.tokens, self.tokens, mask_function=causal_mask_function, config=self.attention.config,
+            device=self.hidden.device,
+        )  # fmt: skip
 
     @contextmanager
     def index_projection_given(self) -> Iterator[torch.Tensor]:
