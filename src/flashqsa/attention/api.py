@@ -196,11 +196,21 @@ def _attend_rows(
     needs_gradients = _needs_gradients(q, cache, gate)
     backend = resolve_backend("attend", backend, cache.device, attend_refusal(q, cache, gate, needs_gradients))
     if backend == "triton":
-        from flashqsa.attention.triton_rows import attend_rows_triton
+        from flashqsa.attention.triton_attend import attend_triton
 
         result = torch.empty(q.shape, dtype=out_dtype, device=q.device) if out is None else out
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        attend_rows_triton(q, cache, step.plan, step.tokens, step.softmax_scale, gate=gate, out=result, lse=lse)  # type: ignore[no-untyped-call]
+        attend_triton(  # type: ignore[no-untyped-call]
+            q,
+            cache,
+            step.plan,
+            step.tokens,
+            step.softmax_scale,
+            row_exact=step.row_exact,
+            gate=gate,
+            out=result,
+            lse=lse,
+        )
         return result if lse is None else (result, lse)
     if backend == "reference":
         attended, lse = attend_rows_reference(q, cache, step.plan, step.tokens, step.softmax_scale)

@@ -9,6 +9,7 @@ arithmetic in the same order, so a row's bits depend on neither the batch nor th
 Bytes: a row reads 2 * n * D keys and values a KV head, 4 MiB at n = 2048, two heads of 256 in bf16.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from flashqsa.backends import multiprocessors
+from flashqsa.launching import overlapping, wait_for_previous
 
 SEGMENT_TOKENS = 128
 TAIL_RESERVE = 128
@@ -165,7 +167,8 @@ def _merge_segments(
 
 
 @triton.jit
-def _attend_rows_kernel(
+def _attend_part(
+    pair, part,
     q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr, arrived_ptr,
     block_ids_ptr, block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr, first_slots_ptr,
     slots_ptr, k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, end_slot, stride_slots,
@@ -178,11 +181,9 @@ def _attend_rows_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MERGE_D: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr, RESOLVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    part = (pid % PARTS).to(tl.int32)  # of PARTS programs that share a row and KV head, each SHARE segments
-    pid = pid // PARTS
-    head = (pid % KV_HEADS).to(tl.int32)
-    row = pid // KV_HEADS
+    """Attend one of PARTS parts of a row and KV head; without a return where it is the only one."""
+    head = (pair % KV_HEADS).to(tl.int32)
+    row = pair // KV_HEADS
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EVEN_D: tl.constexpr = BLOCK_D == HEAD_DIM
     g = tl.arange(0, BLOCK_G)
@@ -203,8 +204,9 @@ def _attend_rows_kernel(
         n += tl.maximum(position + 1 - tail_start, 0)
     n = tl.where(request < 0, 0, n)
     used = tl.minimum((n + SEGMENT - 1) // SEGMENT, SEGMENTS)
-    if part * SHARE >= tl.maximum(used, 1):
-        return
+    if PARTS > 1:  # noqa: SIM102  (a constant and a value of the device)
+        if part * SHARE >= tl.maximum(used, 1):
+            return
     request = tl.maximum(request, 0)
     table_ptr = page_table_ptr + request * stride_pr
     ids_ptr = block_ids_ptr + row * stride_bt
@@ -224,8 +226,8 @@ def _attend_rows_kernel(
     begin = part * (SHARE * SEGMENT)
     stop = tl.where(part == PARTS - 1, n, tl.minimum(begin + SHARE * SEGMENT, n))
     slots_ptr += tl.program_id(0).to(tl.int64) * stride_slots
-    partial_ptr += pid * (SEGMENTS * BLOCK_G * BLOCK_D)  # partials lie as [row, KV head, segment]
-    state_ptr += pid * (SEGMENTS * 2 * BLOCK_G)
+    partial_ptr += pair * (SEGMENTS * BLOCK_G * BLOCK_D)  # partials lie as [row, KV head, segment]
+    state_ptr += pair * (SEGMENTS * 2 * BLOCK_G)
     column = g[:, None] * BLOCK_D + d[None, :]
     nothing = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     no_weight = tl.zeros((BLOCK_G,), tl.float32)
@@ -263,13 +265,71 @@ def _attend_rows_kernel(
                     HAS_GATE, HAS_LSE)  # fmt: skip
     else:
         tl.debug_barrier()  # every thread's part is written before this program counts as arrived
-        arrived = tl.atomic_add(arrived_ptr + pid, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel", scope="gpu")
         if arrived == tl.maximum((used + SHARE - 1) // SHARE, 1) - 1:
-            tl.store(arrived_ptr + pid, 0)  # ready for the next launch
+            tl.store(arrived_ptr + pair, 0)  # ready for the next launch
             _merge_segments(
                 partial_ptr, state_ptr, used, out_ptr, lse_ptr, gate_ptr, in_g, g, stride_oh, stride_gh, v_scale, heads,
                 HEAD_DIM, MODEL_DTYPE, HAS_GATE, HAS_LSE, SEGMENTS, BLOCK_G, BLOCK_D, MERGE_D,
             )  # fmt: skip
+
+
+@triton.jit
+def _attend_rows_kernel(
+    served_ptr, pairs, q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr, arrived_ptr,
+    block_ids_ptr, block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr, first_slots_ptr,
+    slots_ptr, k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, end_slot, stride_slots,
+    stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    stride_gt, stride_gh, stride_ot, stride_oh, stride_bt, stride_ct, stride_pr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, PAGED: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
+    PARTS: tl.constexpr, SHARE: tl.constexpr, INCLUDE_TAIL: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LSE: tl.constexpr,
+    SCALE_TENSORS: tl.constexpr, MODEL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MERGE_D: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr, RESOLVE: tl.constexpr, STAGES: tl.constexpr, LEFT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(OVERLAP)
+    pid = tl.program_id(0).to(tl.int64)
+    if LEFT:
+        lane = tl.arange(0, LEFT)
+        programs = tl.num_programs(0)
+        for ahead in tl.range(0, pairs - pid, LEFT * programs):  # all flags at once: mostly nothing is left
+            ahead_pair = pid + ahead
+            ahead_pairs = ahead_pair + lane * programs
+            here = ahead_pairs < pairs
+            served = tl.load(served_ptr + ahead_pairs // KV_HEADS, mask=here, other=1)
+            request = tl.load(request_ids_ptr + ahead_pairs // KV_HEADS, mask=here, other=0)
+            left = here & ((served == 0) | (request < 0))
+            if tl.sum(left.to(tl.int32), 0) > 0:
+                for i in tl.range(0, LEFT):
+                    pair = ahead_pair + i * programs
+                    if pair < pairs:
+                        row = pair // KV_HEADS
+                        if (tl.load(served_ptr + row) == 0) | (tl.load(request_ids_ptr + row) < 0):
+                            _attend_part(
+                                pair, 0,
+                                q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr, arrived_ptr,
+                                block_ids_ptr, block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr,
+                                page_table_ptr, first_slots_ptr, slots_ptr, k_scale_ptr, v_scale_ptr, scale_log2,
+                                k_scale, v_scale, end_slot, stride_slots, stride_qt, stride_qh, stride_kp, stride_ks,
+                                stride_kh, stride_vp, stride_vs, stride_vh, stride_gt, stride_gh, stride_ot, stride_oh,
+                                stride_bt, stride_ct, stride_pr, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS,
+                                PAGE_TOKENS, PAGED, SEGMENT, SEGMENTS, PARTS, SHARE, INCLUDE_TAIL, HAS_GATE, HAS_LSE,
+                                SCALE_TENSORS, MODEL_DTYPE, PRECISION, BLOCK_G, BLOCK_D, BLOCK_N, MERGE_D,
+                                CHUNK_TOKENS, RESOLVE, STAGES,
+                            )  # fmt: skip
+    else:
+        _attend_part(
+            pid // PARTS, (pid % PARTS).to(tl.int32),  # PARTS programs share a row and KV head, each SHARE segments
+            q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr, arrived_ptr, block_ids_ptr,
+            block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr, first_slots_ptr, slots_ptr,
+            k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, end_slot, stride_slots, stride_qt, stride_qh,
+            stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_gt, stride_gh, stride_ot,
+            stride_oh, stride_bt, stride_ct, stride_pr, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS, PAGE_TOKENS, PAGED,
+            SEGMENT, SEGMENTS, PARTS, SHARE, INCLUDE_TAIL, HAS_GATE, HAS_LSE, SCALE_TENSORS, MODEL_DTYPE, PRECISION,
+            BLOCK_G, BLOCK_D, BLOCK_N, MERGE_D, CHUNK_TOKENS, RESOLVE, STAGES,
+        )  # fmt: skip
 
 
 _TORCH_TO_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -309,7 +369,7 @@ def row_segments(list_tokens: int) -> int:
     return -(-(list_tokens + TAIL_RESERVE) // SEGMENT_TOKENS)
 
 
-def attend_rows_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, config=None):
+def attend_rows_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, served=None, config=None):
     """Fill `out` [T, Hq, D] and `lse` [T, Hq] (or None) with every row attended alone.
 
     Args:
@@ -321,6 +381,7 @@ def attend_rows_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
         gate: [T, Hq, D] or None.
         out: Output buffer.
         lse: fp32 buffer, or None.
+        served: [T] int32: rows where it is not 0 are left alone. None where every row is to be filled.
         config: Form and tiles; chosen by shapes when None. `share`, `stages` and `merge_d` decide nothing but speed.
     """
     block_ids, block_counts, block_tokens = tokens.unit_ids, tokens.unit_counts, tokens.unit_tokens
@@ -336,6 +397,8 @@ def attend_rows_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
     block_g = max(16, triton.next_power_of_2(q_heads // kv_heads))
     block_d = max(16, triton.next_power_of_2(dim))  # products are at least so deep
     config = config or RowsKernelConfig.choose(programs, segments, multiprocessors(q.device), wide, block_d)
+    if served is not None:  # how many are left is not known here: programs loop over whole rows
+        config = dataclasses.replace(config, share=segments)
     share = min(config.share, segments)
     parts = -(-segments // share)
     if parts > 1:
@@ -347,13 +410,14 @@ def attend_rows_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
         arrived = block_counts
     chunk_tokens = min(share * SEGMENT_TOKENS, CHUNK_TOKENS)
     units = chunk_tokens // block_tokens + 2
-    grid = programs * parts
+    grid = programs * parts if served is None else min(programs, 2 * multiprocessors(q.device))
     slots = plan.scratch("attend.slots", (grid * units,), torch.int32)
     paged = plan.page_table is not None
     scale_tensors = isinstance(cache.k_scale, torch.Tensor) or isinstance(cache.v_scale, torch.Tensor)
     k_scale, v_scale = _scales(cache, q.device) if scale_tensors else (q, q)
     _attend_rows_kernel[(grid,)](
-        q, cache.k_pages, cache.v_pages, gate if gate is not None else q, out, lse if lse is not None else out,
+        q if served is None else served, programs, q, cache.k_pages, cache.v_pages,
+        gate if gate is not None else q, out, lse if lse is not None else out,
         partial, state, arrived, block_ids, block_counts, visible_blocks, plan.request_ids, plan.positions,
         plan.page_table if paged else plan.request_ids, plan.request_ids if paged else plan.first_slots,
         slots, k_scale, v_scale, softmax_scale * LOG2_E,
@@ -369,8 +433,8 @@ def attend_rows_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
         SCALE_TENSORS=scale_tensors, MODEL_DTYPE=_TORCH_TO_TRITON[q.dtype],
         PRECISION="ieee", BLOCK_G=block_g, BLOCK_D=block_d,
         BLOCK_N=config.block_n, MERGE_D=min(block_d, config.merge_d), CHUNK_TOKENS=chunk_tokens,
-        RESOLVE=min(512, triton.next_power_of_2(units)), STAGES=config.stages, num_warps=config.warps,
-        enable_fp_fusion=False,
+        RESOLVE=min(512, triton.next_power_of_2(units)), STAGES=config.stages, LEFT=0 if served is None else 128,
+        num_warps=config.warps, enable_fp_fusion=False, **overlapping(q.device),
     )  # fmt: skip
 
 

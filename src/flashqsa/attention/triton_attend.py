@@ -1,0 +1,66 @@
+# mypy: ignore-errors
+"""Which rows go where on a GPU: requests with many rows by union tiles, all others one by one.
+
+Tiles share the loads of neighbouring rows and fill the tensor cores. On compute capability 9.0 that pays even where
+neighbours have nothing in common. Elsewhere a tile whose union is too large a share of its lists leaves its rows; what
+is left, and every row of decode and verification, is attended row by row. Who goes where is decided on the device, by a
+row's own tile.
+"""
+
+import torch
+
+from flashqsa.attention.triton_rows import attend_rows_triton
+from flashqsa.attention.triton_tiles import TilesKernelConfig, attend_tiles_triton, tile_height
+from flashqsa.attention.triton_union import LEAST_ROWS
+
+
+def tile_rows(query_group):
+    """Rows of a tile, at absolute multiples of which a prefill may be cut without changing a bit.
+
+    Args:
+        query_group: Query heads that share a KV head.
+    """
+    return tile_height(query_group, TilesKernelConfig.choose(query_group, wide=False).block_m)
+
+
+def takes_tiles(q, cache, plan, tokens):
+    """Whether some rows of a step can go by tiles: lists of blocks, in dtypes of the tensor cores."""
+    if plan.max_query_len < LEAST_ROWS or tokens.unit_tokens != plan.block_tokens:
+        return False
+    return torch.float32 not in (q.dtype, cache.k_pages.dtype)
+
+
+def _gluon_serves(q, cache, plan, tokens, softmax_scale):
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
+        return False
+    from flashqsa.attention.gluon_tiles import gluon_tiles_refusal
+
+    group = q.shape[1] // cache.kv_heads
+    return group <= 64 and softmax_scale > 0 and gluon_tiles_refusal(q, cache, plan, tokens) is None
+
+
+def attend_triton(q, cache, plan, tokens, softmax_scale, *, row_exact, gate, out, lse):
+    """Fill `out` [T, Hq, D] and `lse` [T, Hq] (or None).
+
+    Args:
+        q: [T, Hq, D] queries.
+        cache: Caches of the layer.
+        plan: The step; owns the scratch.
+        tokens: `RowTokens` of all T rows.
+        softmax_scale: Multiplies the scores.
+        row_exact: Attend every row one by one.
+        gate: [T, Hq, D] or None.
+        out: Output buffer.
+        lse: fp32 buffer, or None.
+    """
+    step = (q, cache, plan, tokens, softmax_scale)
+    outputs = {"gate": gate, "out": out, "lse": lse}
+    lists = None
+    if not row_exact and takes_tiles(q, cache, plan, tokens):
+        if _gluon_serves(*step):
+            from flashqsa.attention.gluon_tiles import attend_tiles_gluon
+
+            lists = attend_tiles_gluon(*step, **outputs, parts=1)
+        else:
+            lists = attend_tiles_triton(*step, **outputs)
+    attend_rows_triton(*step, **outputs, served=None if lists is None else lists.served)
