@@ -15,6 +15,9 @@ from flashqsa.integrations import hf
 
 transformers = pytest.importorskip("transformers")
 
+# Some versions warn where weights are offloaded: prompts are then on another device than the first of them.
+pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
+
 PATIENCE = 60
 """Seconds that a thread waits for the other before the test fails."""
 
