@@ -113,37 +113,54 @@ def test_no_tail_and_no_gate(device: torch.device, choose: Any, row_lists: Any, 
 def test_neighbours_without_a_common_block(
     device: torch.device, choose: Any, row_lists: Any, assert_attends: Any
 ) -> None:
-    """The union of a tile is as long as its rows' lists together; one above the bound is left to others."""
+    """The union of a tile is as long as its rows' lists together."""
     step = make_step(dataclasses.replace(SMALL, requests=((1600, 40),)), seed=74, device=device)
     selection = choose(step)
     for row in range(40):
         selection.block_ids[row] = torch.arange(24, device=device) * 16 + row % 16
-    got, lists = _attend(step, selection)
+    got, lists = _attend(step, selection, parts=1)
     assert lists is not None
-    height = lists.tile_rows
-    assert height == 10
-    assert int(lists.block_counts.max()) == 24 * height
+    assert lists.tile_rows == 5
+    assert int(lists.block_counts.max()) == 24 * 5
     assert_attends(step, row_lists(step, selection), got)
-    first = int(lists.first_rows[lists.row_counts == height][0])
-    left, _ = _attend(step, selection, most_share=0.9)
-    assert bool(left[0][first : first + height].isnan().all())
 
 
-def test_fault_12_chunks_cut_at_tiles_have_the_same_bits(device: torch.device, choose: Any) -> None:
+def test_programs_attend_many_tiles(device: torch.device, choose: Any, row_lists: Any, assert_attends: Any) -> None:
+    """More tiles than multiprocessors, some of them left to others between: nothing is carried over."""
+    case = dataclasses.replace(SMALL, requests=((40, 1200), (0, 3), (0, 30)))
+    step = make_step(case, seed=78, device=device)
+    selection = choose(step, noise=0.05)
+    for row in range(400, 500):
+        selection.block_ids[row] = torch.arange(24, device=device) * 4 + row % 4
+    got, lists = _attend(step, selection, most_share=0.7, parts=1)
+    assert lists is not None
+    programs = 2 * int((lists.row_counts > 0).sum())
+    assert programs > 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    served = lists.served == 1
+    assert bool(served[:400].all())
+    assert not bool(served[400:500].any())
+    assert bool(got[0][~served].isnan().all())
+    tokens = [tokens if served[row] else [] for row, tokens in enumerate(row_lists(step, selection))]
+    filled = (got[0].masked_fill(~served[:, None, None], 0), got[1].masked_fill(~served[:, None], -torch.inf))
+    assert_attends(step, tokens, filled)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_fault_12_chunks_cut_at_tiles_have_the_same_bits(parts: int, device: torch.device, choose: Any) -> None:
     """The long prefill in two chunks, beside other requests, on other pages; and again, for a race would differ."""
     whole = dataclasses.replace(SMALL, requests=((0, 200),), request_seeds=(3,))
     step = make_step(whole, seed=75, device=device)
-    wanted, _ = _attend(step, choose(step))
-    again, _ = _attend(step, choose(step))
+    wanted, _ = _attend(step, choose(step), parts=parts)
+    again, _ = _attend(step, choose(step), parts=parts)
     assert_bitwise_equal(again[0], wanted[0], "output again")
-    height = tile_height(12, 128)
+    height = tile_height(12, 64 * parts)
     for cut in (8 * height, 11 * height):
         for start, end in ((0, cut), (cut, 200)):
             case = dataclasses.replace(
                 whole, requests=((3, 21), (start, end - start), (5, 1)), request_seeds=(9, 3, 8), page_tokens=48
             )
             part = make_step(case, seed=75, device=device)
-            got, _ = _attend(part, choose(part))
+            got, _ = _attend(part, choose(part), parts=parts)
             rows = slice(21, 21 + end - start)
             assert_bitwise_equal(got[0][rows], wanted[0][start:end], f"output of {start} to {end}")
             assert_bitwise_equal(got[1][rows], wanted[1][start:end], f"lse of {start} to {end}")
