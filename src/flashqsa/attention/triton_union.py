@@ -170,8 +170,8 @@ def _union_lists_kernel(
     base = tl.load(first_slots_ptr + request) if not PAGED else request
     for at in tl.range(0, count * TOPK, IDS):
         row, ids, live = _ids_of_rows(ids_ptr, counts_ptr, at, count, last_block, stride_bt, stride_ct, TOPK, IDS)
-        word = tl.load(words_ptr + ids // 32, mask=live, other=0, cache_modifier=".cg")
-        place = tl.load(ranks_ptr + ids // 32, mask=live, other=0, cache_modifier=".cg")
+        word = tl.load(words_ptr + ids // 32, mask=live, other=0)
+        place = tl.load(ranks_ptr + ids // 32, mask=live, other=0)
         place += _count_bits(word & ((tl.full((IDS,), 1, tl.int32) << (ids & 31)) - 1))
         token = ids * BLOCK_TOKENS
         if PAGED:
@@ -194,7 +194,7 @@ def _narrow_tiles(plan, tile_rows):
     return -(-min(plan.max_query_len, LEAST_ROWS - 1) // tile_rows)
 
 
-def union_lists(tokens, plan, page_tokens, tile_rows, *, narrow=False, most_share=1.0, warps=8, per_warp=128):
+def union_lists(tokens, plan, page_tokens, tile_rows, *, narrow=False, most_share=1.0, warps=4, per_warp=256):
     """Build the union lists of the rows of all requests that have at least `LEAST_ROWS` of them, or of the others.
 
     Args:
