@@ -26,25 +26,25 @@ SCRIPT = Path(__file__).with_name("engine_process.py")
 
 @dataclass(frozen=True)
 class EngineOutput:
-    """What an engine's process did: tokens of each prompt, what is known of them, calls of each stage."""
+    """What an engine did: tokens of each prompt, what is known of them, calls of each stage in each rank's process."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
     cached_tokens: list[int]
     preemptions: int
-    calls: dict[str, int]
+    rank_calls: list[dict[str, int]]
     steps: int
+    block_size: int
     printed: str
     exit_code: int
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint: vLLM's gated-delta kernel for CPUs takes heads of 64 and more.
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Small checkpoints; vLLM's gated-delta kernel for CPUs takes heads of 64 and more.
 
     Every token goes to all experts: with two of them, rounding alone sends a token elsewhere now and then.
     """
-    folder = tmp_path_factory.mktemp("vllm") / "tiny"
     make_config = tiny_checkpoint.model_config
 
     def wider(options: tiny_checkpoint.TinyOptions) -> Any:
@@ -53,10 +53,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config.num_experts_per_tok = config.num_experts
         return config
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_checkpoint, "model_config", wider)
-        tiny_checkpoint.write_tiny_checkpoint(folder, tiny_checkpoint.TinyOptions(dtype="bfloat16"))
-    return folder
+    def make(**options: Any) -> Path:
+        folder = tmp_path_factory.mktemp("vllm") / "tiny"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiny_checkpoint, "model_config", wider)
+            tiny_checkpoint.write_tiny_checkpoint(folder, tiny_checkpoint.TinyOptions(dtype="bfloat16", **options))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
+    """The checkpoint of most tests: one QSA layer, a budget of 128 tokens."""
+    return make_checkpoint()
 
 
 @pytest.fixture(scope="session")
@@ -81,30 +91,90 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
         max_tokens: int = 8,
         before: str = "",
         one_by_one: bool = False,
+        then_one_by_one: bool = False,
+        seeds: list[int] | None = None,
+        abort: tuple[int, ...] = (),
         **options: Any,
     ) -> EngineOutput:
-        """`before` is code that runs before vLLM is imported; `options` go to `vllm.LLM`."""
+        """`before` is code that runs before vLLM is imported; `options` go to `vllm.LLM`.
+
+        With `seeds`, tokens are sampled. `then_one_by_one` runs all together first. `abort` are prompts that end early.
+        """
         folder = tmp_path_factory.mktemp("run")
         job, result = folder / "job.json", folder / "result.json"
         job.write_text(
             json.dumps({
                 "checkpoint": str(checkpoint), "prompts": prompts, "max_tokens": max_tokens, "before": before,
-                "one_by_one": one_by_one, "options": options,
+                "one_by_one": one_by_one, "then_one_by_one": then_one_by_one, "seeds": seeds, "abort": abort,
+                "options": options,
             })
         )  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name != "FLASHQSA_VLLM"}
         if mode is not None:
             environment["FLASHQSA_VLLM"] = mode
-        environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        }  # fmt: skip
         process = subprocess.run(
             [sys.executable, str(SCRIPT), str(job), str(result)], capture_output=True, text=True, check=False,
-            timeout=280, env=environment, cwd=folder,
+            timeout=580, env=environment, cwd=folder,
         )  # fmt: skip
-        nothing = {"tokens": [], "logprobs": [], "cached_tokens": [], "preemptions": 0, "calls": {}, "steps": 0}
+        nothing = {"tokens": [], "logprobs": [], "cached_tokens": [], "preemptions": 0, "rank_calls": [], "steps": 0,
+                   "block_size": 0}  # fmt: skip
         values = json.loads(result.read_text()) if result.exists() else nothing
         return EngineOutput(**values, printed=process.stdout + process.stderr, exit_code=process.returncode)
 
     return run
+
+
+Check = Callable[[list[list[int]], Any], int]
+
+
+@pytest.fixture(scope="session")
+def check_tokens(checkpoint: Path) -> Check:
+    """Compares each token with transformers on FlashQSA in bf16, given all tokens before it.
+
+    Where the two best logits lie closer than twice the most that bf16 moves a logit of the prompt from fp32, the token
+    is left out. The log-probabilities of all tokens are on average no more than twice as far from fp32 as those of
+    transformers in bf16. Returns how many tokens were compared.
+    """
+    import transformers
+
+    from flashqsa.integrations import hf
+
+    models = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+        models.append(hf.enable(model.eval()))
+
+    def logits(ids: torch.Tensor, rows: int) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [model(input_ids=ids, logits_to_keep=rows + 1).logits[0, :-1].float() for model in models]
+
+    def check(prompts: list[list[int]], output: Any) -> int:
+        compared, ours, theirs = 0, [], []
+        assert len(output.tokens) == len(prompts)
+        for prompt, tokens, logprobs in zip(prompts, output.tokens, output.logprobs, strict=True):
+            low, exact = logits(torch.tensor([prompt + tokens]), len(tokens))
+            of_tokens = torch.arange(len(tokens)), torch.tensor(tokens)
+            right = exact.log_softmax(dim=1)[of_tokens]
+            ours += (torch.tensor(logprobs) - right).abs().tolist()
+            theirs += (low.log_softmax(dim=1)[of_tokens] - right).abs().tolist()
+            budget = 2 * (low - exact).abs().max()
+            best = low.topk(2, dim=1)
+            clear = best.values[:, 0] - best.values[:, 1] > budget
+            differs = clear & (best.indices[:, 0] != torch.tensor(tokens))
+            assert not bool(differs.any()), (
+                f"prompt of {len(prompt)} tokens: token {int(differs.nonzero()[0, 0])} is {tokens}, transformers has "
+                f"{best.indices[:, 0].tolist()} with margins {(best.values[:, 0] - best.values[:, 1]).tolist()}"
+            )
+            compared += int(clear.sum())
+        ours_mean, theirs_mean = sum(ours) / len(ours), sum(theirs) / len(theirs)
+        assert ours_mean <= 2 * theirs_mean, f"vLLM is {ours_mean} from fp32, transformers in bf16 {theirs_mean}"
+        return compared
+
+    return check
 
 
 PrepareArguments = Callable[[Step, bool], dict[str, Any]]
