@@ -269,7 +269,7 @@ def test_narrow_lists_are_exact(heads: tuple[int, int], device: torch.device, ch
     )
     selection = choose(step)
     height = tile_height(heads[0] // heads[1], 16)
-    lists = union_lists(_tokens(step, selection), step.plan, 16, height, narrow=True)
+    lists = union_lists(_tokens(step, selection), step.plan, 16, height, narrow=2)
     assert lists is not None
     ids, counts = selection.block_ids.cpu(), selection.block_counts.cpu()
     seen = []
@@ -305,7 +305,7 @@ def test_narrow_tiles_within_the_error_budget(
     step = make_step(case, seed=80, device=device)
     selection = choose(step)
     narrow = _narrow_rows(step).to(device)
-    got, lists = _attend(step, selection, config=PARTS, narrow=True)
+    got, lists = _attend(step, selection, config=PARTS, narrow=2)
     assert lists is not None
     tokens = lists.block_counts[lists.row_counts > 0] * 4
     assert int(tokens.min()) <= 32 < int(tokens.max()), "both in one part and in several"
@@ -313,7 +313,7 @@ def test_narrow_tiles_within_the_error_budget(
     alone = [tokens if narrow[row] else [] for row, tokens in enumerate(row_lists(step, selection))]
     filled = (got[0].masked_fill(~narrow[:, None, None], 0), got[1].masked_fill(~narrow[:, None], -torch.inf))
     assert_attends(step, alone, filled)
-    again, _ = _attend(step, selection, config=PARTS, narrow=True)
+    again, _ = _attend(step, selection, config=PARTS, narrow=2)
     assert_bitwise_equal(again[0][narrow], got[0][narrow], "output")
     assert_bitwise_equal(again[1][narrow], got[1][narrow], "lse")
 
@@ -321,10 +321,10 @@ def test_narrow_tiles_within_the_error_budget(
 def test_fault_12_narrow_tiles_alone_have_the_same_bits(device: torch.device, choose: Any, alone: Any) -> None:
     case = StepCase("narrow", NARROW, topk_blocks=8, head_dim=32, request_seeds=tuple(range(30, 38)))
     step = make_step(case, seed=81, device=device)
-    together, _ = _attend(step, choose(step), config=PARTS, narrow=True)
+    together, _ = _attend(step, choose(step), config=PARTS, narrow=2)
     for request_id in (1, 4, 7):
         single = make_step(alone(case, request_id, page_tokens=48), seed=81, device=device)
-        got, _ = _attend(single, choose(single), config=PARTS, narrow=True)
+        got, _ = _attend(single, choose(single), config=PARTS, narrow=2)
         first, rows = step.requests[request_id].first_row, NARROW[request_id][1]
         assert_bitwise_equal(got[0], together[0][first : first + rows], "output")
         assert_bitwise_equal(got[1], together[1][first : first + rows], "lse")

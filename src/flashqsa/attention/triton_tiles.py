@@ -256,7 +256,7 @@ def _parts(plan, lists, kv_heads, config, block_d):
     )
 
 
-def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, narrow=False, config=None):
+def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, narrow=0, config=None):
     """Fill the rows of `out` and `lse` that lie in tiles: those of requests with at least `LEAST_ROWS` rows, or fewer.
 
     Args:
@@ -268,7 +268,7 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
         gate: [T, Hq, D] or None.
         out: [T, Hq, D] output buffer.
         lse: [T, Hq] fp32 buffer, or None.
-        narrow: Serve the requests of 2 to ``LEAST_ROWS - 1`` rows instead, several programs a union.
+        narrow: As in `union_lists`; several programs a union.
         config: Tiles; chosen by shapes when None.
 
     Returns:
@@ -279,7 +279,7 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
     group = q_heads // kv_heads
     wide = cache.k_pages.dtype == torch.float32 or q.dtype == torch.float32
     block_d = max(16, triton.next_power_of_2(dim))  # products are at least so deep
-    config = config or TilesKernelConfig.choose(group, wide, narrow)
+    config = config or TilesKernelConfig.choose(group, wide, narrow > 0)
     page_tokens = cache.k_pages.shape[1]
     lists = union_lists(
         tokens, plan, page_tokens, tile_height(group, config.block_m), narrow=narrow, most_share=config.most_share

@@ -91,8 +91,8 @@ def _union_lists_kernel(
     first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr, served_ptr, words_ptr, ranks_ptr,
     num_requests, num_rows, num_words, most_share, stride_bt, stride_ct, stride_pr,
     BLOCK_TOKENS: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGED: tl.constexpr, TILE_ROWS: tl.constexpr,
-    NARROW: tl.constexpr, LEAST_ROWS: tl.constexpr, ROWS_P2: tl.constexpr, TOPK: tl.constexpr, IDS: tl.constexpr,
-    WORDS: tl.constexpr, OVERLAP: tl.constexpr,
+    NARROW: tl.constexpr, NARROW_ROWS: tl.constexpr, LEAST_ROWS: tl.constexpr, ROWS_P2: tl.constexpr,
+    TOPK: tl.constexpr, IDS: tl.constexpr, WORDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
     number = tl.program_id(0)
@@ -107,7 +107,7 @@ def _union_lists_kernel(
         height = (rows + tl.maximum(tiles, 1) - 1) // tl.maximum(tiles, 1)
         first = first_position + tl.minimum(j * height, rows)
         count = tl.minimum(height, seq_len - first)
-        wanted = (rows > 1) & (rows < LEAST_ROWS)
+        wanted = (rows >= NARROW_ROWS) & (rows < LEAST_ROWS)
     else:
         j = number - begin // TILE_ROWS - 2 * request
         tile_start = (first_position // TILE_ROWS + j) * TILE_ROWS
@@ -194,7 +194,7 @@ def _narrow_tiles(plan, tile_rows):
     return -(-min(plan.max_query_len, LEAST_ROWS - 1) // tile_rows)
 
 
-def union_lists(tokens, plan, page_tokens, tile_rows, *, narrow=False, most_share=1.0, warps=4, per_warp=256):
+def union_lists(tokens, plan, page_tokens, tile_rows, *, narrow=0, most_share=1.0, warps=4, per_warp=256):
     """Build the union lists of the rows of all requests that have at least `LEAST_ROWS` of them, or of the others.
 
     Args:
@@ -202,7 +202,8 @@ def union_lists(tokens, plan, page_tokens, tile_rows, *, narrow=False, most_shar
         plan: The step; owns the lists' memory.
         page_tokens: Tokens of a page of K and V.
         tile_rows: Height of a tile, at most `MOST_TILE_ROWS`.
-        narrow: Serve the requests of 2 to ``LEAST_ROWS - 1`` rows instead. Their tiles sit at no absolute places.
+        narrow: Serve the requests of `narrow` to ``LEAST_ROWS - 1`` rows instead, if it is not 0. Their tiles sit at no
+            absolute places.
         most_share: Rows are left where their tile's union is larger than this share of their lists laid end to end:
             1 where they have nothing in common, 1 / rows where they attend the same blocks.
         warps: Warps of a program.
@@ -235,7 +236,7 @@ def union_lists(tokens, plan, page_tokens, tile_rows, *, narrow=False, most_shar
         tokens.unit_ids.stride(0), tokens.unit_counts.stride(0),
         plan.page_table.stride(0) if paged else 0,
         BLOCK_TOKENS=tokens.unit_tokens, PAGE_TOKENS=page_tokens, PAGED=paged, TILE_ROWS=tile_rows,
-        NARROW=_narrow_tiles(plan, tile_rows) if narrow else 0, LEAST_ROWS=LEAST_ROWS,
+        NARROW=_narrow_tiles(plan, tile_rows) if narrow else 0, NARROW_ROWS=narrow, LEAST_ROWS=LEAST_ROWS,
         ROWS_P2=triton.next_power_of_2(tile_rows), TOPK=topk, IDS=per_warp * warps, WORDS=128 * warps,
         num_warps=warps, enable_fp_fusion=False, **overlapping(plan.device),
     )  # fmt: skip
