@@ -34,6 +34,7 @@ class EngineOutput:
     preemptions: int
     rank_calls: list[dict[str, int]]
     steps: int
+    drafted: int
     block_size: int
     printed: str
     exit_code: int
@@ -120,8 +121,10 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
             [sys.executable, str(SCRIPT), str(job), str(result)], capture_output=True, text=True, check=False,
             timeout=580, env=environment, cwd=folder,
         )  # fmt: skip
-        nothing = {"tokens": [], "logprobs": [], "cached_tokens": [], "preemptions": 0, "rank_calls": [], "steps": 0,
-                   "block_size": 0}  # fmt: skip
+        nothing = {
+            "tokens": [], "logprobs": [], "cached_tokens": [], "preemptions": 0, "rank_calls": [], "steps": 0,
+            "drafted": 0, "block_size": 0,
+        }  # fmt: skip
         values = json.loads(result.read_text()) if result.exists() else nothing
         return EngineOutput(**values, printed=process.stdout + process.stderr, exit_code=process.returncode)
 

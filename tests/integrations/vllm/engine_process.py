@@ -19,7 +19,7 @@ def main() -> None:
     )  # fmt: skip
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    steps, preemptions = [0], [0]
+    steps, preemptions, drafted = [0], [0], [0]
     preempt, schedule = Scheduler._preempt_request, Scheduler.schedule
 
     def counting_preempt(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -29,6 +29,7 @@ def main() -> None:
     def counting_schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(self, *args, **kwargs)
         steps[0] += scheduled.total_num_scheduled_tokens > 0
+        drafted[0] += sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
         return scheduled
 
     Scheduler._preempt_request, Scheduler.schedule = counting_preempt, counting_schedule
@@ -53,6 +54,7 @@ def main() -> None:
             for first, last in zip(before, after, strict=True)
         ],
         "steps": steps[0],
+        "drafted": drafted[0],
         "block_size": llm.llm_engine.vllm_config.cache_config.block_size,
     }
     Path(sys.argv[2]).write_text(json.dumps(result))

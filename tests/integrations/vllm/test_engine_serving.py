@@ -80,6 +80,21 @@ def test_heads_that_two_ranks_cannot_share(
     assert "heads (3) must be divisible by tensor parallel size (2)" in output.printed
 
 
+def test_ngram_speculation(run_engine: Any, checkpoint: Path, prompts: list[list[int]], check_tokens: Check) -> None:
+    """Drafts are verified four rows at once, and most of them rejected. (With prefix hits vLLM's gated-delta layers ask
+    for a Triton kernel here.)
+    """
+    chosen = [prompts[index][:60] * 3 for index in (6, 10, 13, 16)]
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    output = run_engine(
+        checkpoint, chosen, max_tokens=24, speculative_config=speculation, enable_prefix_caching=False
+    )  # fmt: skip
+    assert output.exit_code == 0, output.printed[-3000:]
+    assert output.drafted > 24
+    assert output.rank_calls == [dict.fromkeys(STAGES, output.steps)]
+    assert check_tokens(chosen, output) > 4 * 24 // 2
+
+
 def test_where_mtp_speculation_stops(
     run_engine: Any, make_checkpoint: Callable[..., Path], prompts: list[list[int]]
 ) -> None:
