@@ -249,7 +249,6 @@ def test_heights_fill_the_product() -> None:
 
 
 NARROW = ((150, 1), (40, 2), (3, 5), (0, 19), (270, 16), (61, 4), (0, 3), (90, 9))
-PARTS = dataclasses.replace(SMALL, segments=4, segment_tokens=32)
 
 
 def _narrow_rows(step: Step) -> torch.Tensor:
@@ -297,7 +296,7 @@ def test_narrow_tiles_within_the_error_budget(
     heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device, choose: Any, row_lists: Any,
     assert_attends: Any,
 ) -> None:  # fmt: skip
-    """Unions in one part and in several, merged by whoever comes last, and again on the same plan."""
+    """Tiles of several heights, and again on the same plan."""
     case = StepCase(
         "narrow", NARROW, padding_rows=2, padding_requests=1, topk_blocks=8, dtype=dtype, q_heads=heads[0],
         kv_heads=heads[1], head_dim=head_dim, rotary_dim=8, page_tokens=80,
@@ -305,15 +304,14 @@ def test_narrow_tiles_within_the_error_budget(
     step = make_step(case, seed=80, device=device)
     selection = choose(step)
     narrow = _narrow_rows(step).to(device)
-    got, lists = _attend(step, selection, config=PARTS, narrow=2)
+    got, lists = _attend(step, selection, narrow=2)
     assert lists is not None
-    tokens = lists.block_counts[lists.row_counts > 0] * 4
-    assert int(tokens.min()) <= 32 < int(tokens.max()), "both in one part and in several"
+    assert len(set(lists.row_counts.tolist())) >= 3
     assert bool(got[0][~narrow].isnan().all()), "rows of other requests are not written"
     alone = [tokens if narrow[row] else [] for row, tokens in enumerate(row_lists(step, selection))]
     filled = (got[0].masked_fill(~narrow[:, None, None], 0), got[1].masked_fill(~narrow[:, None], -torch.inf))
     assert_attends(step, alone, filled)
-    again, _ = _attend(step, selection, config=PARTS, narrow=2)
+    again, _ = _attend(step, selection, narrow=2)
     assert_bitwise_equal(again[0][narrow], got[0][narrow], "output")
     assert_bitwise_equal(again[1][narrow], got[1][narrow], "lse")
 
@@ -321,10 +319,10 @@ def test_narrow_tiles_within_the_error_budget(
 def test_fault_12_narrow_tiles_alone_have_the_same_bits(device: torch.device, choose: Any, alone: Any) -> None:
     case = StepCase("narrow", NARROW, topk_blocks=8, head_dim=32, request_seeds=tuple(range(30, 38)))
     step = make_step(case, seed=81, device=device)
-    together, _ = _attend(step, choose(step), config=PARTS, narrow=2)
+    together, _ = _attend(step, choose(step), narrow=2)
     for request_id in (1, 4, 7):
         single = make_step(alone(case, request_id, page_tokens=48), seed=81, device=device)
-        got, _ = _attend(single, choose(single), config=PARTS, narrow=2)
+        got, _ = _attend(single, choose(single), narrow=2)
         first, rows = step.requests[request_id].first_row, NARROW[request_id][1]
         assert_bitwise_equal(got[0], together[0][first : first + rows], "output")
         assert_bitwise_equal(got[1], together[1][first : first + rows], "lse")

@@ -32,7 +32,6 @@ class Variant:
     heads: tuple[int, int] = (24, 2)
     dtype: torch.dtype = BF16
     kv_dtype: torch.dtype | None = None
-    narrow: int = 0
     spills: int = 0
 
     @property
@@ -42,7 +41,6 @@ class Variant:
 
 VARIANTS = (
     Variant("24 over 2", ARCHS, spills=512),
-    Variant("24 over 2, narrow", (80, 90), narrow=2, spills=512),
     Variant("6 over 1", (90,), (6, 1), spills=640),
     Variant("e4m3", (89, 90, 120), kv_dtype=E4M3, spills=640),
     Variant("fp16", (86, 90), dtype=FP16, spills=512),
@@ -64,20 +62,9 @@ def _launches(variant: Variant) -> list[Launch]:
     q = torch.zeros(rows, variant.heads[0], 256, dtype=variant.dtype)
     numbers = torch.zeros(2, rows, dtype=torch.int32)
     tokens = RowTokens(torch.zeros(rows, 512, dtype=torch.int32), numbers[0], 4, numbers[1], plan.positions)
-    config = TilesKernelConfig.choose(variant.heads[0] // variant.heads[1], variant.wide, variant.narrow > 0)
+    config = TilesKernelConfig.choose(variant.heads[0] // variant.heads[1], variant.wide)
     with recorded_launches() as launches:
-        attend_tiles_triton(
-            q,
-            cache,
-            plan,
-            tokens,
-            0.0625,
-            gate=q,
-            out=torch.empty_like(q),
-            lse=None,
-            narrow=variant.narrow,
-            config=config,
-        )
+        attend_tiles_triton(q, cache, plan, tokens, 0.0625, gate=q, out=torch.empty_like(q), lse=None, config=config)
     return launches
 
 

@@ -20,93 +20,27 @@ from flashqsa.launching import overlapping, wait_for_previous
 
 
 @triton.jit
-def _finish_tile(
-    top, weight, total, out_ptr, lse_ptr, gate_ptr, row, heads, in_m, d, in_d, v_scale, stride_gt, stride_gh,
-    stride_ot, stride_oh, Q_HEADS: tl.constexpr, MODEL_DTYPE: tl.constexpr, HAS_GATE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    """Divide, round to the model dtype, gate in fp32, store."""
-    in_q = in_m[:, None] & in_d[None, :]
-    empty = weight == 0.0
-    out = total / tl.where(empty, 1.0, weight)[:, None] * v_scale
-    if HAS_GATE:
-        at = gate_ptr + row[:, None] * stride_gt + heads[:, None] * stride_gh + d[None, :]
-        gate = tl.load(at, mask=in_q, other=0.0).to(tl.float32)
-        out = out.to(MODEL_DTYPE).to(tl.float32) * tl.sigmoid(gate)
-    out = tl.where(empty[:, None], 0.0, out)  # last, because the gate of an empty row may be NaN
-    at = out_ptr + row[:, None] * stride_ot + heads[:, None] * stride_oh + d[None, :]
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_q)
-    if HAS_LSE:
-        lse = (top + tl.math.log2(tl.where(empty, 1.0, weight))) * 0.6931471805599453
-        tl.store(lse_ptr + row * Q_HEADS + heads, tl.where(empty, float("-inf"), lse), mask=in_m)
-
-
-@triton.jit
-def _merged_state(states_ptr, used, m, BLOCK_M: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Largest score and weight over the parts of a union, added from the first to the last."""
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    for s in tl.static_range(SEGMENTS):
-        part_top = tl.load(states_ptr + s * (2 * BLOCK_M) + m, mask=m * 0 + s < used, other=float("-inf"),
-                           cache_modifier=".cg")  # fmt: skip
-        top = tl.maximum(top, part_top, propagate_nan=tl.PropagateNan.ALL)
-    weight = tl.zeros((BLOCK_M,), tl.float32)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    for s in tl.static_range(SEGMENTS):
-        at = states_ptr + s * (2 * BLOCK_M) + m
-        there = m * 0 + s < used
-        share = tl.math.exp2(tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg") - base)
-        weight = tl.fma(tl.load(at + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg"), share, weight)
-    return top, weight
-
-
-@triton.jit
-def _merged_total(
-    totals_ptr, states_ptr, used, top, m, d, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENTS: tl.constexpr
-):
-    """Columns `d` of the weighted values over the parts of a union, added from the first to the last."""
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros((BLOCK_M, d.shape[0]), tl.float32)
-    for s in tl.static_range(SEGMENTS):
-        there = m * 0 + s < used
-        part_top = tl.load(states_ptr + s * (2 * BLOCK_M) + m, mask=there, other=float("-inf"), cache_modifier=".cg")
-        at = totals_ptr + s * (BLOCK_M * BLOCK_D) + m[:, None] * BLOCK_D + d[None, :]
-        part_total = tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg")
-        total = tl.fma(part_total, tl.broadcast_to(tl.math.exp2(part_top - base)[:, None], total.shape), total)
-    return total
-
-
-@triton.jit
 def _attend_tiles_kernel(
-    q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, totals_ptr, states_ptr, arrived_ptr,
+    q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr,
     first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr,
     visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr, first_slots_ptr,
-    k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, end_slot, first_number,
+    k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, end_slot,
     stride_lists, stride_qt, stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_gt, stride_gh, stride_ot, stride_oh, stride_pr,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, PAGED: tl.constexpr, INCLUDE_TAIL: tl.constexpr, HAS_GATE: tl.constexpr,
     HAS_LSE: tl.constexpr, SCALE_TENSORS: tl.constexpr, MODEL_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SEGMENTS: tl.constexpr, SEGMENT_TOKENS: tl.constexpr, MERGE_D: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
-    pairs = tl.num_programs(0) // SEGMENTS
-    part = tl.program_id(0) // pairs  # the last parts last: most have nothing to do
-    pid = tl.program_id(0) % pairs
+    pid = tl.program_id(0)
     head = pid % KV_HEADS
-    number = first_number + pid // KV_HEADS
+    number = pid // KV_HEADS
     count = tl.load(row_counts_ptr + number)
     blocks = tl.load(union_counts_ptr + number)
-    tokens = blocks * BLOCK_TOKENS
-    # How a union is cut follows from its length alone.
-    used = tl.minimum(tl.maximum((tokens + SEGMENT_TOKENS - 1) // SEGMENT_TOKENS, 1), SEGMENTS)
-    if (count == 0) | (part >= used):
+    if count == 0:
         return
-    length = tokens
-    if SEGMENTS > 1:
-        length = ((tokens + used - 1) // used + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    begin = part * length
-    tokens = tl.minimum(begin + length, tokens)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     EVEN_D: tl.constexpr = BLOCK_D == HEAD_DIM
     m = tl.arange(0, BLOCK_M)
@@ -135,7 +69,8 @@ def _attend_tiles_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     slots_ptr += number.to(tl.int64) * stride_lists
     bits_ptr += number.to(tl.int64) * stride_lists
-    for at in tl.range(begin, tokens, BLOCK_N, num_stages=STAGES):
+    tokens = blocks * BLOCK_TOKENS
+    for at in tl.range(0, tokens, BLOCK_N, num_stages=STAGES):
         n = at + tl.arange(0, BLOCK_N)
         live = n < tokens
         slot = tl.load(slots_ptr + n // BLOCK_TOKENS, mask=live, other=0) + n % BLOCK_TOKENS
@@ -151,8 +86,6 @@ def _attend_tiles_kernel(
         table_ptr = page_table_ptr + request_id * stride_pr
         base = tl.load(first_slots_ptr + request_id) if not PAGED else request_id
         first_token = tl.maximum(tl.min(tl.where(in_m, tail_start, first_position + count), 0), 0)
-        if SEGMENTS > 1:  # the last part attends the tails
-            first_token = tl.where(part == used - 1, first_token, first_position + count)
         for at in tl.range(first_token, first_position + count, BLOCK_N, num_stages=1):
             token = at + tl.arange(0, BLOCK_N)
             live = token < first_position + count
@@ -169,30 +102,18 @@ def _attend_tiles_kernel(
                 stride_vs, scale, d, in_d, PAGE_TOKENS, EVEN_D, PRECISION,
             )  # fmt: skip
 
-    if SEGMENTS == 1:
-        _finish_tile(
-            top, weight, total, out_ptr, lse_ptr, gate_ptr, row, heads, in_m, d, in_d, v_scale, stride_gt, stride_gh,
-            stride_ot, stride_oh, Q_HEADS, MODEL_DTYPE, HAS_GATE, HAS_LSE,
-        )  # fmt: skip
-    else:
-        totals_ptr += pid.to(tl.int64) * (SEGMENTS * BLOCK_M * BLOCK_D)  # parts lie as [tile, KV head, part]
-        states_ptr += pid.to(tl.int64) * (SEGMENTS * 2 * BLOCK_M)
-        tl.store(totals_ptr + part * (BLOCK_M * BLOCK_D) + m[:, None] * BLOCK_D + d[None, :], total)
-        tl.store(states_ptr + part * (2 * BLOCK_M) + m, top)
-        tl.store(states_ptr + part * (2 * BLOCK_M) + BLOCK_M + m, weight)
-        tl.debug_barrier()  # every thread's share is written before this program counts as arrived
-        if tl.atomic_add(arrived_ptr + pid, 1, sem="acq_rel", scope="gpu") != used - 1:
-            return
-        tl.store(arrived_ptr + pid, 0)  # ready for the next launch
-        merged_top, merged_weight = _merged_state(states_ptr, used, m, BLOCK_M, SEGMENTS)
-        for column in tl.static_range(0, BLOCK_D, MERGE_D):
-            dm = column + tl.arange(0, MERGE_D)
-            merged = _merged_total(totals_ptr, states_ptr, used, merged_top, m, dm, BLOCK_M, BLOCK_D, SEGMENTS)
-            _finish_tile(
-                merged_top, merged_weight, merged, out_ptr, lse_ptr, gate_ptr, row, heads, in_m, dm, dm < HEAD_DIM,
-                v_scale, stride_gt, stride_gh, stride_ot, stride_oh, Q_HEADS, MODEL_DTYPE, HAS_GATE,
-                HAS_LSE and column == 0,
-            )  # fmt: skip
+    empty = weight == 0.0
+    out = total / tl.where(empty, 1.0, weight)[:, None] * v_scale
+    if HAS_GATE:
+        at = gate_ptr + row[:, None] * stride_gt + heads[:, None] * stride_gh + d[None, :]
+        gate = tl.load(at, mask=in_q, other=0.0).to(tl.float32)
+        out = out.to(MODEL_DTYPE).to(tl.float32) * tl.sigmoid(gate)
+    out = tl.where(empty[:, None], 0.0, out)  # last, because the gate of an empty row may be NaN
+    at = out_ptr + row[:, None] * stride_ot + heads[:, None] * stride_oh + d[None, :]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_q)
+    if HAS_LSE:
+        lse = (top + tl.math.log2(tl.where(empty, 1.0, weight))) * 0.6931471805599453
+        tl.store(lse_ptr + row * Q_HEADS + heads, tl.where(empty, float("-inf"), lse), mask=in_m)
 
 
 @dataclass(frozen=True)
@@ -205,8 +126,6 @@ class TilesKernelConfig:
         warps: Warps of a program.
         stages: Depth of the load pipeline.
         most_share: As in `union_lists`: where unions are larger, rows one by one are faster.
-        segments: Programs that share a union at most.
-        segment_tokens: Tokens of a union that are worth a program of their own.
     """
 
     block_m: int = 64
@@ -214,46 +133,23 @@ class TilesKernelConfig:
     warps: int = 4
     stages: int = 3
     most_share: float = 0.6
-    segments: int = 1
-    segment_tokens: int = 768
 
     @classmethod
-    def choose(cls, query_group, wide, narrow=False):
-        """Tiles of 64 rows x heads, which fit every device; those of verification are cut in parts.
+    def choose(cls, query_group, wide):
+        """Tiles of 64 rows x heads, which fit every device.
 
         Args:
             query_group: Query heads that share a KV head.
             wide: Whether K, V or queries are fp32.
-            narrow: Whether the tiles are those of verification.
         """
         if wide:
             return cls(block_m=max(16, triton.next_power_of_2(query_group)), block_n=16, warps=8, stages=1)
-        return cls(block_m=max(64, triton.next_power_of_2(query_group)), segments=4 if narrow else 1)
-
-
-PARTS_BYTES = 128 << 20
-"""Memory for the parts of unions. More tiles than it holds go in several launches, with the same bits."""
+        return cls(block_m=max(64, triton.next_power_of_2(query_group)))
 
 
 def tile_height(query_group, block_m):
     """Rows of a tile: as many as fill `block_m` with their heads."""
     return max(1, min(MOST_TILE_ROWS, block_m // query_group))
-
-
-def _parts(plan, lists, kv_heads, config, block_d):
-    """How many tiles one launch serves, and where their parts are left: totals, states, and how many have arrived."""
-    numbers = lists.row_counts.shape[0]
-    if config.segments == 1:
-        return numbers, (lists.served,) * 3
-    part_rows = kv_heads * config.segments * config.block_m
-    at_once = min(numbers, max(1, PARTS_BYTES // (part_rows * block_d * 4)))
-    totals = plan.scratch("attend.tiles.totals", (at_once * part_rows * block_d,), torch.float32)
-    states = plan.scratch("attend.tiles.states", (at_once * part_rows * 2,), torch.float32)
-    return at_once, (
-        totals,
-        states,
-        plan.scratch("attend.tiles.arrived", (at_once * kv_heads,), torch.int32, zeroed=True),
-    )
 
 
 def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, narrow=0, config=None):
@@ -268,7 +164,7 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
         gate: [T, Hq, D] or None.
         out: [T, Hq, D] output buffer.
         lse: [T, Hq] fp32 buffer, or None.
-        narrow: As in `union_lists`; several programs a union.
+        narrow: As in `union_lists`.
         config: Tiles; chosen by shapes when None.
 
     Returns:
@@ -279,7 +175,7 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
     group = q_heads // kv_heads
     wide = cache.k_pages.dtype == torch.float32 or q.dtype == torch.float32
     block_d = max(16, triton.next_power_of_2(dim))  # products are at least so deep
-    config = config or TilesKernelConfig.choose(group, wide, narrow > 0)
+    config = config or TilesKernelConfig.choose(group, wide)
     page_tokens = cache.k_pages.shape[1]
     lists = union_lists(
         tokens, plan, page_tokens, tile_height(group, config.block_m), narrow=narrow, most_share=config.most_share
@@ -291,27 +187,22 @@ def attend_tiles_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse
     paged = plan.page_table is not None
     scale_tensors = isinstance(cache.k_scale, torch.Tensor) or isinstance(cache.v_scale, torch.Tensor)
     k_scale, v_scale = _scales(cache, q.device) if scale_tensors else (q, q)
-    numbers = lists.row_counts.shape[0]
-    at_once, parts = _parts(plan, lists, kv_heads, config, block_d)
-    for first_number in range(0, numbers, at_once):
-        programs = min(at_once, numbers - first_number) * kv_heads * config.segments
-        _attend_tiles_kernel[(programs,)](
-            q, cache.k_pages, cache.v_pages, gate if gate is not None else q, out, lse if lse is not None else out,
-            *parts, lists.first_rows, lists.row_counts, lists.block_counts, lists.slot_ids, lists.row_bits,
-            visible, plan.request_ids, plan.positions,
-            plan.page_table if paged else plan.request_ids, plan.request_ids if paged else plan.first_slots,
-            k_scale, v_scale, softmax_scale * LOG2_E,
-            1.0 if scale_tensors or cache.k_scale is None else cache.k_scale,
-            1.0 if scale_tensors or cache.v_scale is None else cache.v_scale,
-            cache.k_pages.shape[0] * page_tokens, first_number, lists.slot_ids.shape[1],
-            q.stride(0), q.stride(1), *cache.k_pages.stride()[:3], *cache.v_pages.stride()[:3],
-            *(gate.stride()[:2] if gate is not None else (0, 0)), out.stride(0), out.stride(1),
-            plan.page_table.stride(0) if paged else 0,
-            Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_TOKENS=tokens.unit_tokens, PAGE_TOKENS=page_tokens,
-            PAGED=paged, INCLUDE_TAIL=include_tail, HAS_GATE=gate is not None, HAS_LSE=lse is not None,
-            SCALE_TENSORS=scale_tensors, MODEL_DTYPE=_TORCH_TO_TRITON[q.dtype], PRECISION="ieee",
-            BLOCK_M=config.block_m, BLOCK_D=block_d, BLOCK_N=config.block_n, STAGES=config.stages,
-            SEGMENTS=config.segments, SEGMENT_TOKENS=config.segment_tokens, MERGE_D=min(block_d, 64),
-            num_warps=config.warps, enable_fp_fusion=False, **overlapping(q.device),
-        )  # fmt: skip
+    _attend_tiles_kernel[(lists.row_counts.shape[0] * kv_heads,)](
+        q, cache.k_pages, cache.v_pages, gate if gate is not None else q, out, lse if lse is not None else out,
+        lists.first_rows, lists.row_counts, lists.block_counts, lists.slot_ids, lists.row_bits,
+        visible, plan.request_ids, plan.positions,
+        plan.page_table if paged else plan.request_ids, plan.request_ids if paged else plan.first_slots,
+        k_scale, v_scale, softmax_scale * LOG2_E,
+        1.0 if scale_tensors or cache.k_scale is None else cache.k_scale,
+        1.0 if scale_tensors or cache.v_scale is None else cache.v_scale,
+        cache.k_pages.shape[0] * page_tokens, lists.slot_ids.shape[1],
+        q.stride(0), q.stride(1), *cache.k_pages.stride()[:3], *cache.v_pages.stride()[:3],
+        *(gate.stride()[:2] if gate is not None else (0, 0)), out.stride(0), out.stride(1),
+        plan.page_table.stride(0) if paged else 0,
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=dim, BLOCK_TOKENS=tokens.unit_tokens, PAGE_TOKENS=page_tokens,
+        PAGED=paged, INCLUDE_TAIL=include_tail, HAS_GATE=gate is not None, HAS_LSE=lse is not None,
+        SCALE_TENSORS=scale_tensors, MODEL_DTYPE=_TORCH_TO_TRITON[q.dtype], PRECISION="ieee",
+        BLOCK_M=config.block_m, BLOCK_D=block_d, BLOCK_N=config.block_n, STAGES=config.stages,
+        num_warps=config.warps, enable_fp_fusion=False, **overlapping(q.device),
+    )  # fmt: skip
     return lists
