@@ -12,21 +12,21 @@ from flashqsa.selection import select_blocks, triton_topk
 from flashqsa.testing import assert_bitwise_equal, assert_same_selection, oracles, stream
 
 FORMS = {
-    "1 chunk": (False, 512, False),
-    "1 chunk, bins": (False, 512, True),
-    "2 levels": (False, 128, False),
-    "3 levels": (False, 64, False),
-    "3 levels, bins": (False, 64, True),
-    "walk": (True, 64, False),
+    "no groups": (512, 1, False),
+    "no groups, bins": (512, 1, True),
+    "groups": (128, 1, False),
+    "groups, shared": (128, 2, True),
+    "groups of groups": (64, 1, False),
+    "groups of groups, shared": (64, 5, True),
 }
-"""Walk or not, scores a program, bins or not: so that a row of 300 scores and K = 16 takes as many steps."""
+"""Scores a program, programs a row, bins or not; a row of 300 scores and K = 16 has these groups."""
 
 
-def _take(monkeypatch: pytest.MonkeyPatch, walk: bool, block: int, bins: bool) -> None:
+def _take(monkeypatch: pytest.MonkeyPatch, block: int, chunks: int, bins: bool) -> None:
     """Kernels of this form, whatever the shape, of at least twice the budget."""
 
     def choose(rows: int, width: int, topk: int, multiprocessors: int) -> triton_topk.TopKernelConfig:
-        return triton_topk.TopKernelConfig(walk, max(block, 1 << (2 * topk - 1).bit_length()), bins, 4)
+        return triton_topk.TopKernelConfig(max(block, 1 << (2 * topk - 1).bit_length()), chunks, bins, 4)
 
     monkeypatch.setattr(triton_topk.TopKernelConfig, "choose", choose)
 
@@ -39,8 +39,13 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return name
 
 
-def test_forms_take_the_levels_that_they_name() -> None:
-    assert [triton_topk.row_lists(-(-300 // block), block // 16) for block in (512, 128, 64)] == [0, 3, 5 + 2]
+def test_rows_of_300_scores_have_the_groups_that_forms_name() -> None:
+    assert [triton_topk.row_groups(300, 16, block)[1:3] for block in (512, 128, 64)] == [(32, 1), (8, 2), (4, 3)]
+
+
+def test_blocks_that_a_program_holds() -> None:
+    assert [triton_topk.block_scores(width, 512, 8) for width in (1, 65, 2048, 2049)] == [64, 128, 2048, 4096]
+    assert [triton_topk.block_scores(1 << 20, topk, 4) for topk in (1, 512, 4096, 10000)] == [2048, 2048, 16384, 32768]
 
 
 def _plateaus() -> dict[str, list[float]]:
@@ -98,13 +103,13 @@ def test_budgets_that_are_no_power_of_two(topk_blocks: int, scored_rows: Any, se
         assert_same_selection(selection, [oracles.select_best(scores, topk_blocks)])
 
 
-@pytest.mark.parametrize("walk", [False, True], ids=["lists", "walk"])
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("topk_blocks", [7, 48, 64])
-def test_several_steps_of_odd_budgets(
-    topk_blocks: int, walk: bool, scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
+def test_groups_of_odd_budgets(
+    topk_blocks: int, chunks: int, scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lists shorter than K at the end, lists that do not fill a program, tiles that end in the middle."""
-    _take(monkeypatch, walk, 64, walk)
+    """Groups that end in the middle, K groups that do not fill a program."""
+    _take(monkeypatch, 64, chunks, chunks == 1)
     for blocks in (65, 129, 300, 511):
         scores = [float(int(20 * x)) for x in torch.rand(blocks, generator=stream(4, blocks)).tolist()]
         for return_scores in (False, True):
@@ -149,12 +154,9 @@ def test_fault_3_rows_packed_in_one_bin(blocks: int, kind: str, scored_rows: Any
     assert selection.block_ids[0].tolist() == best.tolist()
 
 
-@pytest.mark.parametrize("walk", [False, True], ids=["lists", "walk"])
-def test_lists_and_buffers_of_a_plan_are_used_again(
-    walk: bool, scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scratch_of_a_plan_is_used_again(scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch counts is ready for the next; what it left in the scratch changes nothing."""
-    _take(monkeypatch, walk, 64, False)
+    _take(monkeypatch, 64, 3, False)
     noise = torch.rand(300, generator=stream(10))
     inputs = scored_rows(noise.tolist(), seed=10, rows=2)
     first = select(inputs)
@@ -163,14 +165,29 @@ def test_lists_and_buffers_of_a_plan_are_used_again(
         assert_bitwise_equal(select(inputs).block_ids, first.block_ids, "again")
 
 
+def test_best_blocks_in_one_group_and_in_one_each(
+    scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups that tie with each other, groups whose best is NaN, the last group cut short."""
+    _take(monkeypatch, 64, 1, False)
+    noise = torch.rand(299, generator=stream(11)).tolist()
+    for scores in (
+        [3.0 if 40 <= g < 56 else noise[g] for g in range(299)],
+        [2.0 if g % 4 == 3 else 1.0 for g in range(299)],
+        [2.0 if g >= 290 else 1.0 for g in range(299)],
+        [noise[g] if g % 32 == 31 else math.nan for g in range(299)],
+        [math.nan if g % 4 else noise[g] for g in range(299)],
+    ):
+        inputs = scored_rows(scores, seed=11, rows=1)
+        assert_same_selection(select(inputs), [oracles.select_best(scores, 16)])
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "form_taken", [None, (True, 2048, False), (False, 4096, False)], ids=["own", "walk", "guesses"]
-)
+@pytest.mark.parametrize("form_taken", [None, (2048, 1, False), (4096, 7, True)], ids=["own", "walk", "guesses"])
 @pytest.mark.parametrize("blocks", [65504, 70000, 262144])
 def test_fault_3_long_rows(
     blocks: int,
-    form_taken: tuple[bool, int, bool] | None,
+    form_taken: tuple[int, int, bool] | None,
     scored_rows: Any,
     select: Any,
     monkeypatch: pytest.MonkeyPatch,

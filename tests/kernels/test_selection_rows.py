@@ -211,7 +211,7 @@ def test_chunks_equal_one_prefill(cut: int, device: torch.device, select: Any) -
 def test_workspaces_and_passes_change_no_bit(
     device: torch.device, select: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row at a time, a few, all; one chunk a row, several, and a program that walks along it."""
+    """One row at a time, a few, all; groups and none."""
     case = StepCase("workspace", RAGGED, padding_rows=2, max_query_len=40, index_head_dim=32)
     step = make_step(case, seed=17, device=device)
     wanted = select(step, return_scores=True)
@@ -220,13 +220,13 @@ def test_workspaces_and_passes_change_no_bit(
         got = select(step, return_scores=True, workspace_bytes=workspace_bytes)
         for name in NAMES:
             assert_bitwise_equal(getattr(got, name), getattr(wanted, name), f"{name}, {workspace_bytes} bytes")
-    monkeypatch.setattr(triton_topk, "FIRST_CHUNK", 64)
-    monkeypatch.setattr(triton_topk, "ROW_TILE", 64)
+    monkeypatch.setattr(triton_topk, "BLOCK", 32)
+    monkeypatch.setattr(triton_topk, "MOST_BLOCK", 32)
     for workspace_bytes in (least, 1 << 30):
         fresh = make_step(case, seed=17, device=device)
         got = select(fresh, return_scores=True, workspace_bytes=workspace_bytes)
         for name in NAMES:
-            assert_bitwise_equal(getattr(got, name), getattr(wanted, name), f"{name}, several passes")
+            assert_bitwise_equal(getattr(got, name), getattr(wanted, name), f"{name}, groups")
 
 
 def _scores(step: Any, config: ScoreKernelConfig, rows: slice, least_blocks: int = 0) -> torch.Tensor:

@@ -6,12 +6,12 @@ import torch
 from flashqsa.backends import multiprocessors
 from flashqsa.results import Selection
 from flashqsa.selection.triton_scores import score_blocks_triton
-from flashqsa.selection.triton_topk import candidate_bytes, top_blocks_triton
+from flashqsa.selection.triton_topk import group_bytes, top_blocks_triton
 
 
 def row_workspace_bytes(blocks, topk_blocks):
-    """Bytes of workspace that one row of a step needs: scores, and candidates where a row takes several steps."""
-    return 4 * row_numbers(blocks) + candidate_bytes(blocks, topk_blocks)
+    """Bytes of workspace that one row of a step needs: scores, and the largest of groups."""
+    return 4 * row_numbers(blocks) + group_bytes(blocks, topk_blocks)
 
 
 def row_numbers(blocks):

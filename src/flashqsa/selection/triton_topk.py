@@ -2,16 +2,15 @@
 """Exact top-K on the GPU: a search for the K-th largest score, then one ordered compaction.
 
 Scores are sums of relu, so they are not negative and their bits order like integers; NaN ranks as -1, below all of
-them. A program holds a tile of scores in registers and narrows a bracket of the integer line until exactly K scores,
-or only equal ones, are left above its lower end. Equal scores at the threshold are taken from the lowest block id on.
-The order is total, so the best of the bests are the best. That is used in two ways:
+them. A program holds scores in registers and narrows a bracket of the integer line until exactly K scores, or only
+equal ones, are left above its lower end. Equal scores at the threshold are taken from the lowest block id on.
 
-- few rows: a row is cut into chunks, one a program. Each leaves a list of at most K, and the last of a group of
-  programs to arrive goes on with the lists of the group, until one list, the selection, is left. One launch;
-- many rows: a program walks along a row. What it has seen tells a rank that later blocks have to exceed, so most of
-  them cost one comparison; the others go into a buffer, which shrinks to its best K before it could overflow.
+A row that is longer than a program holds is cut into groups. The best K blocks lie in the K groups of the best largest
+scores, if groups tie like blocks do: each of those K holds a block that beats whatever another group holds. So the
+largest score of each group is written down, K groups are searched for, then K blocks in them; with groups of groups
+where a row is longer still. Every search is among as many as a program holds, on any distribution; nothing overflows.
 
-Nothing overflows on any distribution: lists hold K, and a buffer takes half a tile at most beside the best K so far.
+Where rows are few, several programs write down the largest scores of a row, and the last to arrive goes on alone.
 """
 
 from dataclasses import dataclass
@@ -22,23 +21,23 @@ import triton.language as tl
 
 from flashqsa.launching import overlapping, wait_for_previous
 
-FIRST_CHUNK = 4096
-"""Scores that a program holds, where K leaves the choice: many short searches instead of few long ones."""
+BLOCK = 2048
+"""Scores that a program holds at least of a row that is so long."""
 
-ROW_TILE = 2048
-"""The same for a program that walks along a row."""
+MOST_BLOCK = 16384
+"""Scores that a program holds at most, if that is two budgets."""
 
 
 @triton.jit
-def _search_by_bins(ranks, TOPK: tl.constexpr, count):
+def _search_by_bins(ranks, low, at_least, TOPK: tl.constexpr):
     """Largest t with at least `topk` ranks >= t (found early when exactly topk are), how many are >= t and above it.
+
+    `low` is such a t; how many reach it may be a guess above topk.
 
     32 bins of the integer line a turn, counted downwards from the top: few turns, always less than ten, each of many
     instructions. The first spends its bins on the two octaves below the largest score, where the threshold mostly is.
     """
-    low = tl.full((), -1, tl.int32)
     high = tl.max(ranks, 0) + 1
-    at_least = count
     above = tl.full((), 0, tl.int32)
     most_shift = tl.full((), 19, tl.int32)
     j = tl.arange(0, 32)
@@ -57,19 +56,17 @@ def _search_by_bins(ranks, TOPK: tl.constexpr, count):
 
 
 @triton.jit
-def _search_by_guesses(ranks, TOPK: tl.constexpr, count):
+def _search_by_guesses(ranks, low, at_least, TOPK: tl.constexpr):
     """As `_search_by_bins`, one threshold a turn: more turns, far fewer instructions.
 
     A guess interpolates between the scores of the ends of the bracket, by rough logarithms of count / topk; an end that
     stays twice has its logarithm halved, and every fourth guess halves the bracket of bits, so plateaus and odd
     distributions end soon too.
     """
-    low = tl.full((), -1, tl.int32)
     high = tl.max(ranks, 0) + 1
-    at_least = count
     above = tl.full((), 0, tl.int32)
     wanted = tl.full((), TOPK, tl.float32).to(tl.int32, bitcast=True)  # float bits: a rough logarithm
-    over = (count.to(tl.float32).to(tl.int32, bitcast=True) - wanted).to(tl.float32)
+    over = (at_least.to(tl.float32).to(tl.int32, bitcast=True) - wanted).to(tl.float32)
     under = (tl.full((), 0.5, tl.float32).to(tl.int32, bitcast=True) - wanted).to(tl.float32)
     side = tl.full((), 0, tl.int32)
     turn = tl.full((), 0, tl.int32)
@@ -100,21 +97,19 @@ def _ranks(scores, valid):
 
 
 @triton.jit
-def _places(ranks, count, most, TOPK: tl.constexpr, BINS: tl.constexpr):
-    """Places of the best `topk` of `count` ranks, of all where there are `most` at most; -1 for the others.
+def _places(ranks, low, at_least, TOPK: tl.constexpr, BINS: tl.constexpr):
+    """Places of the best `topk` ranks in their list, -1 for the others; and a rank that at least topk reach.
 
-    Also a rank: what comes later and does not exceed it is none of the best.
+    `at_least` ranks, or topk and an unknown number more, are no lower than `low`.
     """
-    low = tl.full((), -2, tl.int32)
-    at_least = tl.full((), 0, tl.int32)
     above = tl.full((), 0, tl.int32)
-    if count > most:
+    if at_least > TOPK:
         if BINS:
-            low, at_least, above = _search_by_bins(ranks, TOPK, count)
+            low, at_least, above = _search_by_bins(ranks, low, at_least, TOPK)
         else:
-            low, at_least, above = _search_by_guesses(ranks, TOPK, count)
+            low, at_least, above = _search_by_guesses(ranks, low, at_least, TOPK)
     if at_least <= TOPK:  # no tie to break: everything from the threshold on is taken
-        chosen = ranks >= tl.maximum(low, -1)
+        chosen = ranks >= low
         places = tl.where(chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1, -1)
     else:  # one scan counts both, those above the threshold and its equals, in halves of an integer
         better = ranks > low
@@ -150,146 +145,125 @@ def _begin_row(
     return tl.where(visible <= (0 if SCORED_ALL else TOPK), 0, visible)
 
 
-@triton.jit(do_not_specialize=["first_row", "chunks", "lists"])
-def _top_lists_kernel(
+@triton.jit(do_not_specialize=["first_row", "chunks", "tiles"])
+def _top_blocks_kernel(
     scores_ptr, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
-    list_ids_ptr, list_scores_ptr, arrived_ptr, first_row, chunks, lists, stride_s, stride_o, stride_os,
-    ALONE: tl.constexpr, PARTS: tl.constexpr, WITH_SCORES: tl.constexpr, SCORED_ALL: tl.constexpr, TOPK: tl.constexpr,
+    largest_ptr, group_ids_ptr, arrived_ptr, first_row, chunks, tiles, stride_s, stride_o, stride_os, stride_l,
+    LEVELS: tl.constexpr, GROUP: tl.constexpr, WITH_SCORES: tl.constexpr, SCORED_ALL: tl.constexpr, TOPK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one row, then perhaps PARTS lists of it, and so on. ALONE: a row is one chunk."""
+    """One row, shared by `chunks` programs; LEVELS - 1 levels of groups, GROUP of one level in one of the next."""
     wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
-    unit = pid % chunks
+    chunk = pid % chunks
     row = (pid // chunks).to(tl.int64)
     out_ids_ptr += row * stride_o
     out_scores_ptr += row * stride_os
     visible = _begin_row(
-        first_row + row, unit == 0, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
+        first_row + row, chunk == 0, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
         visible_ptr, request_ids_ptr, SCORED_ALL, TOPK, BLOCK_K,
     )  # fmt: skip
-    count = tl.minimum(visible - unit * BLOCK, BLOCK)
-    if count <= 0:
+    live = tl.where(visible <= BLOCK, 1, tl.minimum(tl.cdiv(visible, BLOCK), chunks))  # programs with work
+    if (visible <= 0) | (chunk >= live):
         return
+    scores_ptr += row * stride_s
     i = tl.arange(0, BLOCK)
-    block = unit * BLOCK + i
-    scores = tl.load(scores_ptr + row * stride_s + block, mask=i < tl.cdiv(count, 16) * 16, other=0.0)
-    if ALONE:
-        places, _ = _places(_ranks(scores, i < count), count, TOPK, TOPK, BINS)
-        tl.store(out_ids_ptr + places, block, mask=places >= 0)
+    if LEVELS == 1:
+        scores = tl.load(scores_ptr + i, mask=i < tl.cdiv(visible, 16) * 16, other=0.0)
+        places, _ = _places(_ranks(scores, i < visible), chunk * 0 - 1, visible, TOPK, BINS)
+        tl.store(out_ids_ptr + places, i, mask=places >= 0)
         if WITH_SCORES:
             tl.store(out_scores_ptr + places, scores, mask=places >= 0)
         return
-    list_ids_ptr += row * lists * TOPK
-    list_scores_ptr += row * lists * TOPK
-    arrived_ptr += row * lists
-    base = unit * 0  # lists of this row in the levels before
-    level_lists = chunks
-    live = tl.cdiv(visible, BLOCK)  # of them those that hold anything
-    span = base + BLOCK  # blocks that a list stands for
-    going = unit >= 0
-    while going:
-        places, _ = _places(_ranks(scores, i < count), count, TOPK, TOPK, BINS)
-        last = live == 1
-        to = (base + unit) * TOPK
-        tl.store(tl.where(last, out_ids_ptr, list_ids_ptr + to) + places, block, mask=places >= 0)
-        kept = (places >= 0) & (WITH_SCORES | (live > 1))
-        tl.store(tl.where(last, out_scores_ptr, list_scores_ptr + to) + places, scores, mask=kept)
-        going = live < 0
+    largest_ptr += row * stride_l
+    group_ids_ptr += row * TOPK
+    level = chunk * 0
+    groups = visible
+    if visible > BLOCK:
+        for start in tl.range(chunk * BLOCK, visible, chunks * BLOCK):
+            left = visible - start
+            best = tl.load(scores_ptr + start + i, mask=i < tl.cdiv(left, 16) * 16, other=0.0)
+            if left < BLOCK:
+                best = tl.where(i < left, best, float("nan"))  # the largest of a group ignores NaN beside numbers
+            to = largest_ptr
+            at = start
+            wide = tiles * BLOCK
+            for depth in tl.static_range(1, LEVELS):
+                best = tl.max(tl.reshape(best, (BLOCK // GROUP**depth, GROUP)), 1)
+                at = at // GROUP
+                wide = wide // GROUP
+                tl.store(to + at + tl.arange(0, BLOCK // GROUP**depth), best)
+                to += wide
+        tl.debug_barrier()  # every thread's part is written before it is read or this program counts as arrived
         if live > 1:
-            tl.debug_barrier()  # every thread's part is written before this program counts as arrived
-            unit = unit // PARTS
-            parts = tl.minimum(live - unit * PARTS, PARTS)
-            arrived = tl.atomic_add(arrived_ptr + base + unit, 1, sem="acq_rel", scope="gpu")
-            if arrived == parts - 1:
-                tl.store(arrived_ptr + base + unit, 0)  # ready for the next launch
-                begin = unit * PARTS
-                count = (parts - 1) * TOPK + tl.minimum(visible - (begin + parts - 1) * span, TOPK)
-                at = (base + begin) * TOPK + i
-                there = i < tl.cdiv(count, 16) * 16
-                block = tl.load(list_ids_ptr + at, mask=there, other=0, cache_modifier=".cg")
-                scores = tl.load(list_scores_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-                base += level_lists
-                level_lists = tl.cdiv(level_lists, PARTS)
-                live = tl.cdiv(live, PARTS)
-                span *= PARTS
-                going = live >= 0
-
-
-@triton.jit(do_not_specialize=["first_row"])
-def _top_rows_kernel(
-    scores_ptr, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
-    list_ids_ptr, list_scores_ptr, first_row, stride_s, stride_o, stride_os,
-    WITH_SCORES: tl.constexpr, SCORED_ALL: tl.constexpr, TOPK: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """A whole row, BLOCK scores after BLOCK scores. The buffer holds BLOCK too, MOST of them from one turn."""
-    wait_for_previous(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    out_ids_ptr += row * stride_o
-    out_scores_ptr += row * stride_os
-    visible = _begin_row(
-        first_row + row, True, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
-        visible_ptr, request_ids_ptr, SCORED_ALL, TOPK, BLOCK_K,
-    )  # fmt: skip
-    scores_ptr += row * stride_s
-    list_ids_ptr += row * BLOCK
-    list_scores_ptr += row * BLOCK
-    i = tl.arange(0, BLOCK)
-    start = visible * 0
-    filled = visible * 0
-    bound = filled - 2  # later blocks have to exceed it
-    going = visible > 0
-    while going:
-        ended = start >= visible
-        again = ended | (filled > BLOCK - MOST)  # the turn of the buffer, not of the next scores
-        here = tl.where(again, filled, visible - start)
-        near = tl.cdiv(here, 16) * 16
-        scores = tl.load(tl.where(again, list_scores_ptr, scores_ptr + start) + i, mask=i < near, other=0.0)
-        block = tl.load(list_ids_ptr + i, mask=i < tl.where(again, near, 0), other=0)
-        block = tl.where(again, block, start + i)
-        ranks = _ranks(scores, i < here)
-        ranks = tl.where(ranks > tl.where(again, -2, bound), ranks, -2)
-        count = tl.sum((ranks > -2).to(tl.int32), 0)
-        most = tl.where(again, TOPK, MOST)
-        places, low = _places(ranks, count, most, TOPK, False)
-        tl.debug_barrier()  # the buffer is read before any of it is overwritten
-        to = tl.where(again, 0, filled)
-        tl.store(tl.where(ended, out_ids_ptr, list_ids_ptr + to) + places, block, mask=places >= 0)
-        kept = (places >= 0) & (WITH_SCORES | (start < visible))
-        tl.store(tl.where(ended, out_scores_ptr, list_scores_ptr + to) + places, scores, mask=kept)
-        tl.debug_barrier()  # and written before it is read
-        bound = tl.maximum(bound, low)
-        filled = to + tl.where(count > most, TOPK, count)
-        start += tl.where(again, 0, BLOCK)
-        going = ended == 0
+            arrived = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu")
+            if arrived == live - 1:
+                tl.store(arrived_ptr + row, 0)  # ready for the next launch
+            else:
+                groups = chunk * 0
+        while groups > BLOCK:
+            groups = tl.cdiv(groups, GROUP)
+            level += 1
+    if groups == 0:
+        return
+    MORE: tl.constexpr = TOPK + TOPK // 8 + 1
+    first = groups > 0
+    low = chunk * 0 - 1
+    at_least = groups
+    while level >= 0:
+        size = tl.full((), 1, tl.int32)
+        offset = chunk * 0
+        wide = tiles * BLOCK
+        for depth in tl.static_range(1, LEVELS):
+            size = tl.where(depth <= level, size * GROUP, size)
+            wide = wide // GROUP
+            offset += tl.where(depth < level, wide, 0)
+        number = tl.cdiv(visible, size)  # of groups of this level
+        group = tl.load(group_ids_ptr + i // GROUP, mask=i < tl.where(first, 0, TOPK * GROUP), other=0)
+        group = tl.where(first, i, group * GROUP + i % GROUP)
+        valid = (i < tl.where(first, number, TOPK * GROUP)) & (group < number)
+        from_ptr = tl.where(level == 0, scores_ptr, largest_ptr + offset)
+        scores = tl.load(from_ptr + group, mask=valid, other=0.0, cache_modifier=".cg")
+        places, low = _places(_ranks(scores, valid), low, at_least, TOPK, BINS)
+        at_least = chunk * 0 + MORE  # each group holds one that reaches it, some of them more
+        tl.debug_barrier()  # the groups are read before others take their places
+        tl.store(tl.where(level == 0, out_ids_ptr, group_ids_ptr) + places, group, mask=places >= 0)
+        if WITH_SCORES:
+            tl.store(out_scores_ptr + places, scores, mask=places >= tl.where(level == 0, 0, BLOCK))
+        tl.debug_barrier()
+        first = level < 0
+        level -= 1
 
 
 @dataclass(frozen=True)
 class TopKernelConfig:
-    """Form of the top-K kernels; decides nothing but speed.
+    """Form of the top-K kernel; decides nothing but speed.
 
     Attributes:
-        walk: Whether one program walks along each row.
         block: Scores that a program holds: a power of two, at least 2 K where a row is longer.
+        chunks: Programs that share a row at most.
         bins: Whether a search counts bins; else it counts above one threshold a turn.
         warps: Warps of a program.
+        registers: A thread's at most.
     """
 
-    walk: bool
     block: int
+    chunks: int
     bins: bool
     warps: int
+    registers: int | None = None
 
     @classmethod
     def choose(cls, rows, width, topk, multiprocessors):
-        """Few rows: the shortest way to the end. Many: the fewest instructions."""
-        block = _block(width, topk, FIRST_CHUNK)
-        if width > ROW_TILE and rows >= 2 * multiprocessors:
-            block = _block(width, topk, ROW_TILE)
-            return cls(True, block, False, max(4, min(16, block // 512)))
-        few = rows * -(-width // block) <= multiprocessors
-        return cls(False, block, few, max(4, min(16, block // (256 if few else 512))))
+        """Few rows: the shortest way to the end, shared by programs. Many: the fewest instructions."""
+        block = block_scores(width, topk, 8)
+        if rows > multiprocessors:
+            return cls(block, 1, False, max(2, min(16, block // 1024)), 128 if width <= block else 168)
+        shorter = block_scores(width, topk, 4)
+        if rows > 8 or row_groups(width, topk, shorter)[2] <= 2:
+            block = shorter
+        chunks = max(1, min(-(-width // block), 2 * multiprocessors // max(rows, 1)))
+        return cls(block, chunks, True, max(4, min(16, block // 256)))
 
 
 def top_blocks_triton(scores, plan, first_row, out, *, scored_all, multiprocessors):
@@ -305,52 +279,43 @@ def top_blocks_triton(scores, plan, first_row, out, *, scored_all, multiprocesso
     """
     rows, width, topk = scores.shape[0], scores.shape[1], out.block_ids.shape[1]
     config = TopKernelConfig.choose(rows, width, topk, multiprocessors)
-    chunks = 1 if config.walk else -(-width // config.block)
-    parts = max(2, config.block // topk)
-    lists = row_lists(chunks, parts)
-    candidates = rows * (config.block if config.walk else lists * topk)
-    ids, kept, arrived = out.block_ids, scores, out.block_counts  # never touched where a row is one chunk
-    if candidates:
-        ids = plan.scratch("select.list_ids", (candidates + 16,), torch.int32)
-        kept = plan.scratch("select.list_scores", (candidates + 16,), torch.float32)
-    if lists:
-        arrived = plan.scratch("select.arrived", (rows * lists,), torch.int32, zeroed=True)
-    common = (
+    tiles, group, levels, numbers = row_groups(width, topk, config.block)
+    largest, group_ids, arrived = scores, out.block_ids, out.block_counts  # not touched where there are no groups
+    if levels > 1:
+        largest = plan.scratch("select.largest", (rows, numbers), torch.float32)
+        group_ids = plan.scratch("select.group_ids", (rows, topk), torch.int32)
+        arrived = plan.scratch("select.arrived", (rows,), torch.int32, zeroed=True)
+    limit = {} if config.registers is None else {"maxnreg": config.registers}
+    _top_blocks_kernel[(rows * config.chunks,)](
         scores, out.block_ids, scores if out.scores is None else out.scores, out.block_counts, out.visible_blocks,
-        out.request_ids, plan.visible_blocks, plan.request_ids, ids, kept,
+        out.request_ids, plan.visible_blocks, plan.request_ids, largest, group_ids, arrived,
+        first_row, config.chunks, tiles, scores.stride(0), out.block_ids.stride(0),
+        0 if out.scores is None else out.scores.stride(0), numbers,
+        LEVELS=levels, GROUP=group, WITH_SCORES=out.scores is not None, SCORED_ALL=scored_all, TOPK=topk,
+        BLOCK=config.block, BLOCK_K=triton.next_power_of_2(topk), BINS=config.bins,
+        num_warps=config.warps, enable_fp_fusion=False, **limit, **overlapping(scores.device),
     )  # fmt: skip
-    strides = (scores.stride(0), out.block_ids.stride(0), 0 if out.scores is None else out.scores.stride(0))
-    options = {
-        "WITH_SCORES": out.scores is not None, "SCORED_ALL": scored_all, "TOPK": topk, "BLOCK": config.block,
-        "BLOCK_K": triton.next_power_of_2(topk), "num_warps": config.warps, "enable_fp_fusion": False,
-        **overlapping(scores.device),
-    }  # fmt: skip
-    if config.walk:
-        most = max(topk, config.block * 3 // 8)  # more would mean a search among few, less many among all
-        _top_rows_kernel[(rows,)](*common, first_row, *strides, MOST=most, **options)
-    else:
-        _top_lists_kernel[(rows * chunks,)](
-            *common, arrived, first_row, chunks, lists, *strides,
-            ALONE=chunks == 1, PARTS=parts, BINS=config.bins, **options,
-        )  # fmt: skip
 
 
-def candidate_bytes(width, topk):
-    """Bytes of workspace that a row of `width` scores needs beside them, whatever its form."""
-    chunk, walked = _block(width, topk, FIRST_CHUNK), _block(width, topk, ROW_TILE)
-    lists = row_lists(-(-width // chunk), max(2, chunk // topk))
-    return max(8 * lists * topk, 8 * walked if width > ROW_TILE else 0)
+def group_bytes(width, topk):
+    """Bytes of workspace that a row of `width` scores needs beside them."""
+    numbers = max(row_groups(width, topk, block_scores(width, topk, budgets))[3] for budgets in (4, 8))
+    return 4 * (numbers + topk) if numbers else 0
 
 
-def row_lists(chunks, parts):
-    """Lists that a row leaves on its way: one a chunk, one for `parts` of those, and so on; the last is the result."""
-    lists = 0
-    while chunks > 1:
-        lists += chunks
-        chunks = -(-chunks // parts)
-    return lists
+def block_scores(width, topk, budgets):
+    """Scores that a program holds: the row, or so many budgets."""
+    budget = triton.next_power_of_2(topk)
+    wanted = max(BLOCK, 2 * budget, min(MOST_BLOCK, budgets * budget))
+    return min(triton.next_power_of_2(max(width, 64)), wanted)
 
 
-def _block(width, topk, wanted):
-    """Scores that a program holds of rows of `width`: `wanted`, twice the budget, or the row."""
-    return min(triton.next_power_of_2(max(width, 64)), max(wanted, triton.next_power_of_2(2 * topk)))
+def row_groups(width, topk, block):
+    """Tiles of a row, groups in a group, levels (one if there are no groups), numbers that a row writes down."""
+    tiles = -(-width // block)
+    group = max(2, block // triton.next_power_of_2(topk))
+    levels, numbers, reach = 1, 0, block
+    while reach < width:
+        numbers += tiles * block // group**levels
+        levels, reach = levels + 1, reach * group
+    return tiles, group, levels, -(-numbers // 16) * 16
