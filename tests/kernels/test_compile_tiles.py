@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import triton
 
 from flashqsa.attention.tokens import RowTokens
+from flashqsa.attention.triton_rows import attend_rows_triton
 from flashqsa.attention.triton_tiles import TilesKernelConfig, attend_tiles_triton
 from flashqsa.cache import LayerCache
 from flashqsa.plan import plan_step
@@ -90,3 +91,26 @@ def test_union_lists_compile(arch: int) -> None:
     assert compiled.shared_bytes <= SHARED_BYTES[arch]
     if triton.__version__.startswith(PINNED):
         assert compiled.spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+def test_the_pass_over_left_rows_compiles(arch: int) -> None:
+    """Whole rows in a loop."""
+    k_pages, v_pages = torch.zeros(2, 2, 64, 2, 256, dtype=BF16)
+    plan = plan_step(
+        torch.tensor([0, 64], dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1, 16, dtype=torch.int32), page_tokens=64, block_tokens=4, topk_blocks=512, max_query_len=64,
+        max_seq_len=131072,
+    )  # fmt: skip
+    q, numbers = torch.zeros(64, 24, 256, dtype=BF16), torch.zeros(3, 64, dtype=torch.int32)
+    tokens = RowTokens(torch.zeros(64, 512, dtype=torch.int32), numbers[0], 4, numbers[1], plan.positions)
+    cache = LayerCache(k_pages, v_pages, None, None, None)
+    with recorded_launches() as launches:
+        attend_rows_triton(
+            q, cache, plan, tokens, 0.0625, gate=q, out=torch.empty_like(q), lse=None, served=numbers[2]
+        )  # fmt: skip
+    (launch,) = launches
+    compiled = compile_launch(launch, arch)
+    assert compiled.shared_bytes <= SHARED_BYTES[arch]
+    if triton.__version__.startswith(PINNED):
+        assert compiled.spill_bytes <= 64, f"{compiled.spill_bytes} bytes spilled"
