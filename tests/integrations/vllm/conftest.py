@@ -48,14 +48,17 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     """
     make_config = tiny_checkpoint.model_config
 
-    def wider(options: tiny_checkpoint.TinyOptions) -> Any:
-        config = make_config(options)
-        config.linear_key_head_dim = config.linear_value_head_dim = 64
-        config.num_experts_per_tok = config.num_experts
-        return config
-
-    def make(**options: Any) -> Path:
+    def make(*, qsa_alone: bool = False, **options: Any) -> Path:
         folder = tmp_path_factory.mktemp("vllm") / "tiny"
+
+        def wider(options: tiny_checkpoint.TinyOptions) -> Any:
+            config = make_config(options)
+            config.linear_key_head_dim = config.linear_value_head_dim = 64
+            config.num_experts_per_tok = config.num_experts
+            if qsa_alone:
+                config.layer_types = ["indexed_attention"] * options.layers
+            return config
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tiny_checkpoint, "model_config", wider)
             tiny_checkpoint.write_tiny_checkpoint(folder, tiny_checkpoint.TinyOptions(dtype="bfloat16", **options))
@@ -136,11 +139,22 @@ Check = Callable[[list[list[int]], Any], int]
 
 @pytest.fixture(scope="session")
 def check_tokens(checkpoint: Path) -> Check:
+    """The comparison with transformers for the checkpoint of most tests."""
+    return _check_tokens_of(checkpoint)
+
+
+@pytest.fixture
+def check_tokens_of() -> Callable[..., Check]:
+    """The comparison with transformers for any checkpoint."""
+    return _check_tokens_of
+
+
+def _check_tokens_of(checkpoint: Path, *, least_share: float = 0.0) -> Check:
     """Compares each token with transformers on FlashQSA in bf16, given all tokens before it.
 
     Where the two best logits lie closer than twice the most that bf16 moves a logit of the prompt from fp32, the token
     is left out. The log-probabilities of all tokens are on average no more than twice as far from fp32 as those of
-    transformers in bf16. Returns how many tokens were compared.
+    transformers in bf16. At least a share of all tokens is the same. Returns how many tokens were compared.
     """
     import transformers
 
@@ -156,7 +170,7 @@ def check_tokens(checkpoint: Path) -> Check:
             return [model(input_ids=ids, logits_to_keep=rows + 1).logits[0, :-1].float() for model in models]
 
     def check(prompts: list[list[int]], output: Any) -> int:
-        compared, ours, theirs = 0, [], []
+        compared, same, ours, theirs = 0, 0, [], []
         assert len(output.tokens) == len(prompts)
         for prompt, tokens, logprobs in zip(prompts, output.tokens, output.logprobs, strict=True):
             low, exact = logits(torch.tensor([prompt + tokens]), len(tokens))
@@ -173,8 +187,10 @@ def check_tokens(checkpoint: Path) -> Check:
                 f"{best.indices[:, 0].tolist()} with margins {(best.values[:, 0] - best.values[:, 1]).tolist()}"
             )
             compared += int(clear.sum())
+            same += int((best.indices[:, 0] == torch.tensor(tokens)).sum())
         ours_mean, theirs_mean = sum(ours) / len(ours), sum(theirs) / len(theirs)
         assert ours_mean <= 2 * theirs_mean, f"vLLM is {ours_mean} from fp32, transformers in bf16 {theirs_mean}"
+        assert same >= least_share * len(ours), f"{same} of {len(ours)} tokens are those of transformers"
         return compared
 
     return check

@@ -80,10 +80,17 @@ def test_heads_that_two_ranks_cannot_share(
     assert "heads (3) must be divisible by tensor parallel size (2)" in output.printed
 
 
-def test_ngram_speculation(run_engine: Any, checkpoint: Path, prompts: list[list[int]], check_tokens: Check) -> None:
-    """Drafts are verified four rows at once, and most of them rejected. (With prefix hits vLLM's gated-delta layers ask
-    for a Triton kernel here.)
+def test_ngram_speculation(
+    run_engine: Any,
+    make_checkpoint: Callable[..., Path],
+    prompts: list[list[int]],
+    check_tokens_of: Callable[..., Check],
+) -> None:
+    """Drafts are verified up to four rows at once, and most of them rejected, in a model of QSA layers alone.
+
+    With vLLM's gated-delta layers between them its CPU build does not give the tokens it gives without speculation.
     """
+    checkpoint = make_checkpoint(qsa_alone=True)
     chosen = [prompts[index][:60] * 3 for index in (6, 10, 13, 16)]
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     output = run_engine(
@@ -91,8 +98,8 @@ def test_ngram_speculation(run_engine: Any, checkpoint: Path, prompts: list[list
     )  # fmt: skip
     assert output.exit_code == 0, output.printed[-3000:]
     assert output.drafted > 24
-    assert output.rank_calls == [dict.fromkeys(STAGES, output.steps)]
-    assert check_tokens(chosen, output) > 4 * 24 // 2
+    assert output.rank_calls == [dict.fromkeys(STAGES, 4 * output.steps)]
+    check_tokens_of(checkpoint, least_share=0.8)(chosen, output)
 
 
 def test_where_mtp_speculation_stops(
