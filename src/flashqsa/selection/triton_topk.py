@@ -228,8 +228,9 @@ def _top_blocks_kernel(
         at_least = chunk * 0 + MORE  # each group holds one that reaches it, some of them more
         tl.debug_barrier()  # the groups are read before others take their places
         tl.store(tl.where(level == 0, out_ids_ptr, group_ids_ptr) + places, group, mask=places >= 0)
-        if WITH_SCORES:
-            tl.store(out_scores_ptr + places, scores, mask=places >= tl.where(level == 0, 0, BLOCK))
+        if WITH_SCORES:  # read again: they would stay in registers through the whole search
+            taken = places >= tl.where(level == 0, 0, BLOCK)
+            tl.store(out_scores_ptr + places, tl.load(scores_ptr + group, mask=taken, other=0.0), mask=taken)
         tl.debug_barrier()
         first = level < 0
         level -= 1
@@ -256,14 +257,13 @@ class TopKernelConfig:
     @classmethod
     def choose(cls, rows, width, topk, multiprocessors):
         """Few rows: the shortest way to the end, shared by programs. Many: the fewest instructions."""
-        block = block_scores(width, topk, 8)
-        if rows > multiprocessors:
-            return cls(block, 1, False, max(2, min(16, block // 1024)), 128 if width <= block else 168)
-        shorter = block_scores(width, topk, 4)
-        if rows > 8 or row_groups(width, topk, shorter)[2] <= 2:
-            block = shorter
-        chunks = max(1, min(-(-width // block), 2 * multiprocessors // max(rows, 1)))
-        return cls(block, chunks, True, max(4, min(16, block // 256)))
+        block = block_scores(width, topk, 4)
+        if rows <= multiprocessors:
+            chunks = max(1, min(-(-width // block), 2 * multiprocessors // max(rows, 1)))
+            return cls(block, chunks, True, max(4, min(16, block // 128)))
+        if row_groups(width, topk, block)[2] > 3:  # many levels cost more than long searches
+            block = block_scores(width, topk, 16)
+        return cls(block, 1, False, max(2, min(16, block // 1024)), 128)
 
 
 def top_blocks_triton(scores, plan, first_row, out, *, scored_all, multiprocessors):
@@ -299,7 +299,7 @@ def top_blocks_triton(scores, plan, first_row, out, *, scored_all, multiprocesso
 
 def group_bytes(width, topk):
     """Bytes of workspace that a row of `width` scores needs beside them."""
-    numbers = max(row_groups(width, topk, block_scores(width, topk, budgets))[3] for budgets in (4, 8))
+    numbers = max(row_groups(width, topk, block_scores(width, topk, budgets))[3] for budgets in (4, 16))
     return 4 * (numbers + topk) if numbers else 0
 
 
