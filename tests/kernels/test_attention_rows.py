@@ -40,30 +40,30 @@ def _assert_same(got: Result, wanted: Result, label: str) -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["fresh", "long tails"])
 def test_every_share_has_the_same_bits(late: bool, dtype: torch.dtype, device: torch.device, choose: Any) -> None:
-    """1, 2, 4 or all segments a program, merged by the last to arrive or in a register: several times on one plan."""
-    requests = ((700, 1), (129, 2), (20, 1), (3, 1))
-    case = StepCase("share", requests, topk_blocks=100, head_dim=32, dtype=dtype, padding_rows=1)
+    """1, 4, 8 or all segments a program, merged by the second kernel or in registers: several times on one plan."""
+    requests = ((1300, 1), (500, 1), (129, 2), (20, 1), (3, 1))
+    case = StepCase("share", requests, topk_blocks=300, head_dim=32, dtype=dtype, padding_rows=1)
     step = make_step(case, seed=50, device=device)
     selection = choose(step)
     if late:
         moved = tuple((before + 170, new) for before, new in requests)
         step = make_step(dataclasses.replace(case, requests=moved), seed=50, device=device)
-    segments = row_segments(400)
+    segments = row_segments(1200)
     wanted = _attend_shared(step, selection, segments)
     assert bool(torch.isfinite(wanted[0]).all())
-    for share in (1, 1, 2, 4, segments + 1):
-        _assert_same(_attend_shared(step, selection, share), wanted, f"share {share}")
-    _assert_same(_attend_shared(step, selection, 1, merge_d=16), wanted, "16 columns merged at once")
+    for share, stages in ((1, 1), (1, 3), (4, 2), (8, 3)):
+        got = _attend_shared(step, selection, share, stages=stages)
+        _assert_same(got, wanted, f"share {share}, {stages} stages")
 
 
 def test_chosen_forms_differ_between_batches() -> None:
     """What the tests here compare is really different work."""
-    shares = {RowsKernelConfig.choose(programs, 17, 132, False).share for programs in (1, 16, 64, 256, 4096)}
-    assert len(shares) >= 3
+    chosen = [RowsKernelConfig.choose(pairs, 16, 132, False) for pairs in (1, 16, 64, 256, 4096)]
+    assert len({config.share for config in chosen}) >= 3
     tiles = {
         (config.block_n, config.warps)
-        for programs in (1, 256, 4096)
-        for config in [RowsKernelConfig.choose(programs, 17, 132, False)]
+        for pairs in (1, 256, 4096)
+        for config in [RowsKernelConfig.choose(pairs, 16, 132, False)]
     }
     assert len(tiles) == 1, "tiles are part of the arithmetic: never a function of the batch"
 

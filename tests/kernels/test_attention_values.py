@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashqsa.attention import merge_partials
-from flashqsa.attention.triton_rows import SEGMENT_TOKENS, TAIL_RESERVE
+from flashqsa.attention.triton_rows import SEGMENT_TOKENS
 from flashqsa.plan import plan_step
 from flashqsa.selection import expand_tokens
 from flashqsa.testing import StepCase, assert_bitwise_equal, assert_within_budget, make_step, poison_slots
@@ -132,11 +132,11 @@ def test_fault_5_contexts_below_the_budget_are_dense(
     assert_attends(step, [list(range(context))], attend_hostile(step, choose(step)))
 
 
-@pytest.mark.parametrize("later", [1, 5, TAIL_RESERVE + 3, TAIL_RESERVE + 2 * SEGMENT_TOKENS + 37])
+@pytest.mark.parametrize("later", [1, 5, SEGMENT_TOKENS // 2 + 3, SEGMENT_TOKENS + 3, 3 * SEGMENT_TOKENS + 37])
 def test_reused_selections_attend_all_tokens_since(
     later: int, device: torch.device, choose: Any, attend_hostile: Any, row_lists: Any, assert_attends: Any
 ) -> None:
-    """A selection taken to rows that are `later` tokens further: the tail grows, past what is reserved for it too."""
+    """A selection taken to rows that are `later` tokens further: the tail grows, past its segment too."""
     early = make_step(StepCase("early", ((90, 1), (4, 1), (44, 1)), topk_blocks=5), seed=37, device=device)
     case = StepCase("late", ((90 + later, 1), (4 + later, 1), (44 + later, 1)), topk_blocks=5, head_dim=32)
     step = make_step(case, seed=37, device=device)
