@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_decode, hf_decode_cpu
+from benchmarks import gpu_decode, gpu_prefill, gpu_prepare, hf_decode_cpu, hf_layer_gpu, report_gpu
 from benchmarks.environment import ROOT
 from benchmarks.hf_layer_cpu import RESULTS
 
@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Put every table between its markers."""
     sections = all_sections(read_rows(RESULTS)) | decode_sections(read_rows(hf_decode_cpu.RESULTS))
-    sections |= gpu_sections(read_rows(gpu_decode.RESULTS))
+    on_gpu = (gpu_decode, gpu_prefill, gpu_prepare, hf_layer_gpu)
+    sections |= report_gpu.sections(_table, *(read_rows(benchmark.RESULTS) for benchmark in on_gpu))
     stale = []
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
@@ -97,53 +98,6 @@ def decode_table(rows: list[Row]) -> str:
             )
             for row in rows
         ],
-    )
-
-
-def gpu_sections(rows: list[Row]) -> dict[str, str]:
-    """Text of the GPU's sections by the name in their markers."""
-    return {"gpu-decode": gpu_table(rows), "gpu-origin": gpu_origin(rows)}
-
-
-def gpu_table(rows: list[Row]) -> str:
-    """Medians of both engines, stage by stage, beside the floor."""
-    table = []
-    for row in rows:
-        ours = {stage: spread["median_us"] for stage, spread in row["flashqsa"].items()}
-        theirs = None if row["vllm"] is None else {stage: spread["median_us"] for stage, spread in row["vllm"].items()}
-        table.append(
-            (
-                row["name"],
-                "not measured"
-                if theirs is None
-                else f"{theirs['all']:.1f} ({theirs['select']:.1f} / {theirs['expand']:.1f} / {theirs['attend']:.1f})",
-                f"{ours['all']:.1f} ({ours['select']:.1f} / {ours['attend']:.1f})",
-                "not measured" if theirs is None else f"{ours['all'] / theirs['all']:.2f}",
-                f"{row['floor_us']:.1f}",
-                f"{100 * row['floor_us'] / ours['all']:.0f} %",
-            )
-        )
-    head = (
-        "requests x context",
-        "vLLM 0.33, us (select / expand / attend)",
-        "FlashQSA, us (select / attend)",
-        "ratio",
-        "floor, us",
-        "share of floor",
-    )
-    return _table(head, table)
-
-
-def gpu_origin(rows: list[Row]) -> str:
-    """Command, commit, device and ceilings of the GPU's rows."""
-    if not rows:
-        return ""
-    where = rows[0]["environment"]
-    return (
-        f"`{rows[0]['command']}` at commit `{where['commit']}`, {where['date']}: {where['device']}, CUDA "
-        f"{where['cuda']}; Python {where['python']}, torch {where['torch']}, triton {where['triton']}. In the same run "
-        f"the card copied {rows[0]['copy_bytes_per_us'] / 1e6:.2f} TB/s and multiplied bf16 matrices at "
-        f"{rows[0]['matmul_flop_per_us'] / 1e6:.0f} TFLOP/s.\n"
     )
 
 

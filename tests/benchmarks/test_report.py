@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.__main__ import main
 
-from benchmarks import report
+from benchmarks import report, report_gpu
 
 pytestmark = pytest.mark.transformers
 
@@ -88,6 +88,26 @@ def test_the_gpu_table_shows_stages_ratio_and_floor():
     stages = {"select": 10.0, "expand": 5.0, "attend": 20.0, "all": 30.0}
     spread = {stage: {"median_us": time, "p20_us": time, "p80_us": time} for stage, time in stages.items()}
     row = {"name": "1 x 8192", "floor_us": 3.0, "flashqsa": spread, "vllm": None}
-    assert "| 1 x 8192 | not measured | 30.0 (10.0 / 20.0) | not measured | 3.0 | 10 % |" in report.gpu_table([row])
+    assert "| 1 x 8192 | not measured | 30.0 (10.0 / 20.0) | not measured | 3.0 | 10 % |" in report_gpu.decode_table(
+        report._table, [row]
+    )
     faster = {stage: {"median_us": spread[stage]["median_us"] / 2} for stage in spread}
-    assert "| 15.0 (5.0 / 2.5 / 10.0) | 30.0 (10.0 / 20.0) | 2.00 |" in report.gpu_table([row | {"vllm": faster}])
+    assert "| 15.0 (5.0 / 2.5 / 10.0) | 30.0 (10.0 / 20.0) | 2.00 |" in report_gpu.decode_table(
+        report._table, [row | {"vllm": faster}]
+    )
+
+
+def test_tables_of_long_chunks_show_losses_and_what_was_not_measured():
+    times = {"flashqsa select": 300.0, "vllm select": 200.0, "flashqsa attend": 1500.0, "vllm attend": 3000.0}
+    row = {
+        "measure": "gpu prefill", "requests": 1, "rows": 8192, "context": 32768, "fp8_index": False, "overlap": 0.77,
+        "heads": [24, 2], "churn": 0.05, "useful_tflops": 90.0, "floors_us": {"select": 80.0, "attend": 530.0},
+        "times": {name: {"median_us": us} for name, us in times.items()},
+    }  # fmt: skip
+    text = report_gpu.prefill_table(report._table, [row])
+    assert "| 1 x 8,192 at 32,768 | 0.77 | 0.20 ms | 0.30 ms | 1.50 | 0.08 | 3.00 ms | 1.50 ms | 0.50 | 0.53 |" in text
+    text = report_gpu.attend_table(report._table, [row])
+    assert "| 24/2 | 1 x 8,192 at 32,768 | 0.05 | 3,000.0 | 1,500.0 | 0.50 | not measured | 530.0 | 90 |" in text
+    prepared = {"name": "1 x 1 rows", "floor_us": 1.0, "times": {"flashqsa": {"median_us": 9.0}}}
+    text = report_gpu.prepare_table(report._table, [prepared])
+    assert "| 1 x 1 rows | not measured | 9.0 | not measured | not measured | 1.0 |" in text

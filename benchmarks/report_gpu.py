@@ -1,0 +1,185 @@
+"""Tables of the GPU's result files: decode, long chunks, heads of a rank, preparation, and a transformers layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
+MISSING = "not measured"
+
+
+def sections(
+    table: Table, decode: list[Row], prefill: list[Row], prepare: list[Row], layer: list[Row]
+) -> dict[str, str]:
+    """Text of each section by the name in its markers.
+
+    Args:
+        table: Makes a table from a head and rows.
+        decode: Rows of gpu-decode, like the others of the benchmark of their name.
+        prefill: Rows of gpu-prefill.
+        prepare: Rows of gpu-prepare.
+        layer: Rows of hf-layer-gpu.
+    """
+    return {
+        "gpu-decode": decode_table(table, decode),
+        "gpu-origin": origin(decode),
+        "gpu-prefill": prefill_table(table, _of(prefill, "gpu prefill")),
+        "gpu-heads": attend_table(table, _of(prefill, "gpu heads")),
+        "gpu-curve": attend_table(table, _of(prefill, "gpu curve")),
+        "gpu-prefill-origin": origin(prefill),
+        "gpu-prepare": prepare_table(table, prepare),
+        "gpu-prepare-origin": origin(prepare),
+        "gpu-layer": layer_table(table, layer),
+        "gpu-layer-origin": origin(layer),
+    }
+
+
+def decode_table(table: Table, rows: list[Row]) -> str:
+    """Medians of both engines, stage by stage, beside the floor."""
+    lines = []
+    for row in rows:
+        ours = {stage: spread["median_us"] for stage, spread in row["flashqsa"].items()}
+        theirs = None if row["vllm"] is None else {stage: spread["median_us"] for stage, spread in row["vllm"].items()}
+        lines.append(
+            (
+                row["name"],
+                MISSING
+                if theirs is None
+                else f"{theirs['all']:.1f} ({theirs['select']:.1f} / {theirs['expand']:.1f} / {theirs['attend']:.1f})",
+                f"{ours['all']:.1f} ({ours['select']:.1f} / {ours['attend']:.1f})",
+                MISSING if theirs is None else f"{ours['all'] / theirs['all']:.2f}",
+                f"{row['floor_us']:.1f}",
+                f"{100 * row['floor_us'] / ours['all']:.0f} %",
+            )
+        )
+    head = (
+        "requests x context",
+        "vLLM 0.33, us (select / expand / attend)",
+        "FlashQSA, us (select / attend)",
+        "ratio",
+        "floor, us",
+        "share of floor",
+    )
+    return table(head, lines)
+
+
+def prefill_table(table: Table, rows: list[Row]) -> str:
+    """Selection and attention of long chunks, milliseconds."""
+    lines = []
+    for row in rows:
+        times, floors = row["times"], row["floors_us"]
+        cells = [f"{row['requests']} x {row['rows']:,} at {row['context']:,}", f"{row['overlap']:.2f}"]
+        for stage in ("select", "attend"):
+            cells += [
+                _ms(times, f"vllm {stage}"),
+                _ms(times, f"flashqsa {stage}"),
+                _ratio(times, stage),
+                f"{floors[stage] / 1e3:.2f}",
+            ]
+        cells[0] += ", fp8 index" if row["fp8_index"] else ""
+        lines.append(cells)
+    each = ("vLLM", "FlashQSA", "ratio", "floor")
+    head = (
+        "rows at context",
+        "neighbour overlap",
+        *(f"{stage}, {name}" for stage in ("select", "attend") for name in each),
+    )
+    return table(head, lines)
+
+
+def attend_table(table: Table, rows: list[Row]) -> str:
+    """Attention alone by heads and by how much neighbours differ, microseconds."""
+    lines = []
+    for row in rows:
+        times = row["times"]
+        ours = times["flashqsa attend"]["median_us"]
+        lines.append(
+            (
+                "{}/{}".format(*row["heads"]),
+                f"{row['requests']} x {row['rows']:,} at {row['context']:,}",
+                f"{row['churn']:g}",
+                _us(times, "vllm attend"),
+                f"{ours:,.1f}",
+                _ratio(times, "attend"),
+                _us(times, "flashqsa row_exact"),
+                f"{row['floors_us']['attend']:,.1f}",
+                f"{row['useful_tflops']:.0f}",
+            )
+        )
+    head = (
+        "heads", "rows at context", "exchanged blocks", "vLLM, us", "FlashQSA, us", "ratio", "row by row, us",
+        "floor, us", "useful TFLOP/s",
+    )  # fmt: skip
+    return table(head, lines)
+
+
+def prepare_table(table: Table, rows: list[Row]) -> str:
+    """Preparation, microseconds."""
+    lines = []
+    for row in rows:
+        times = row["times"]
+        ours = times["flashqsa"]["median_us"]
+        theirs = times.get("vllm", {}).get("median_us")
+        lines.append(
+            (
+                row["name"],
+                _us(times, "vllm"),
+                f"{ours:.1f}",
+                MISSING if theirs is None else f"{ours / theirs:.2f}",
+                _us(times, "flashqsa, gates copied"),
+                f"{row['floor_us']:.1f}",
+            )
+        )
+    return table(("step", "vLLM, us", "FlashQSA, us", "ratio", "with gates copied, us", "floor, us"), lines)
+
+
+def layer_table(table: Table, rows: list[Row]) -> str:
+    """A transformers layer, milliseconds of the host."""
+    lines = [
+        (
+            row["measure"],
+            f"{row['tokens']:,}",
+            *(f"{row[engine]['median_ms']:,.3f}" for engine in ("transformers", "flashqsa")),
+            f"{row['transformers']['median_ms'] / row['flashqsa']['median_ms']:,.1f}",
+        )
+        for row in rows
+    ]
+    return table(("", "tokens", "transformers, ms", "with FlashQSA, ms", "times as fast"), lines)
+
+
+def origin(rows: list[Row]) -> str:
+    """Command, commit, device and ceilings of the GPU's rows."""
+    if not rows:
+        return ""
+    where = rows[0]["environment"]
+    text = (
+        f"`{rows[0]['command']}` at commit `{where['commit']}`, {where['date']}: {where['device']}, CUDA "
+        f"{where['cuda']}; Python {where['python']}, torch {where['torch']}, triton {where['triton']}"
+    )
+    text += f", transformers {where['transformers']}.\n" if "transformers" in where else "."
+    if "copy_bytes_per_us" in rows[0]:
+        text += (
+            f" In the same run the card copied {rows[0]['copy_bytes_per_us'] / 1e6:.2f} TB/s and multiplied bf16 "
+            f"matrices at {rows[0]['matmul_flop_per_us'] / 1e6:.0f} TFLOP/s.\n"
+        )
+    return text
+
+
+def _of(rows: Iterable[Row], measure: str) -> list[Row]:
+    return [row for row in rows if row["measure"] == measure]
+
+
+def _us(times: Row, name: str) -> str:
+    return f"{times[name]['median_us']:,.1f}" if name in times else MISSING
+
+
+def _ms(times: Row, name: str) -> str:
+    return f"{times[name]['median_us'] / 1e3:.2f} ms" if name in times else MISSING
+
+
+def _ratio(times: Row, stage: str) -> str:
+    if f"vllm {stage}" not in times:
+        return MISSING
+    return f"{times[f'flashqsa {stage}']['median_us'] / times[f'vllm {stage}']['median_us']:.2f}"
