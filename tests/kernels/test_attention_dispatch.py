@@ -91,7 +91,7 @@ def test_row_exact_and_token_lists_never_go_by_tiles(device: torch.device, choos
     assert not takes_tiles(step.q, step.cache, step.plan, dataclasses.replace(tokens, unit_tokens=1))
     assert not takes_tiles(step.q.float(), step.cache, step.plan, tokens)
     decode = make_step(
-        dataclasses.replace(CASE, requests=((300, 1), (9, 16)), request_seeds=None), seed=62, device=device
+        dataclasses.replace(CASE, requests=((300, 1), (9, 7)), request_seeds=None), seed=62, device=device
     )
     assert not takes_tiles(decode.q, decode.cache, decode.plan, tokens)
 
@@ -114,3 +114,26 @@ def test_fault_12_chunks_cut_at_tile_rows_have_the_same_bits(
 
 def test_heights_fill_the_product() -> None:
     assert [tile_rows(group) for group in (12, 6, 3, 1, 64)] == [5, 10, 21, 32, 1]
+
+
+@pytest.mark.gpu
+def test_fault_12_verification_by_tiles_alone_has_the_same_bits(
+    device: torch.device, choose: Any, attend_hostile: Any, alone: Any, row_lists: Any, assert_attends: Any
+) -> None:
+    """On compute capability 9.0 a request of 8 to 16 rows goes by tiles, beside others and alone."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    case = dataclasses.replace(CASE, head_dim=64)
+    step = make_step(case, seed=64, device=device)
+    selection = choose(step)
+    got = attend_hostile(step, selection)
+    assert_attends(step, row_lists(step, selection), got)
+    exact = attend_hostile(step, selection, row_exact=True)
+    single_rows = [0, 41, 42, 43, 88, 105, 106, 107]
+    for name, mine, by_rows in zip(("output", "lse"), got, exact, strict=True):
+        assert_bitwise_equal(mine[single_rows], by_rows[single_rows], f"{name} of rows")
+    for request_id in (1, 3, 5):
+        single = make_step(alone(case, request_id, page_tokens=48), seed=64, device=device)
+        first, rows = step.requests[request_id].first_row, MIXED[request_id][1]
+        for name, mine, wanted in zip(("output", "lse"), attend_hostile(single, choose(single)), got, strict=True):
+            assert_bitwise_equal(mine, wanted[first : first + rows], f"{name} of request {request_id}")

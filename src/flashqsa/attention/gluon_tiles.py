@@ -374,7 +374,7 @@ def gluon_tiles_refusal(q, cache, plan, tokens):
     return None
 
 
-def attend_tiles_gluon(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, most_share=1.0, parts=2):
+def attend_tiles_gluon(q, cache, plan, tokens, softmax_scale, *, gate, out, lse, narrow=0, most_share=1.0, parts=2):
     """Fill the rows of `out` and `lse` that lie in tiles: those of requests with at least `LEAST_ROWS` rows.
 
     Args:
@@ -386,6 +386,7 @@ def attend_tiles_gluon(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
         gate: [T, Hq, D] or None.
         out: [T, Hq, D] output buffer.
         lse: [T, Hq] fp32 buffer, or None.
+        narrow: As in `union_lists`.
         most_share: As in `union_lists`.
         parts: Warpgroups that attend, 64 rows x heads each: 1 or 2.
 
@@ -404,7 +405,7 @@ def attend_tiles_gluon(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
     kv_heads = cache.kv_heads
     group = q_heads // kv_heads
     page_tokens = cache.k_pages.shape[1]
-    lists = union_lists(tokens, plan, page_tokens, tile_height(group, 64 * parts), most_share=most_share)
+    lists = union_lists(tokens, plan, page_tokens, tile_height(group, 64 * parts), narrow=narrow, most_share=most_share)
     if lists is None:
         return None
     include_tail = tokens.visible_units is not None

@@ -2,9 +2,9 @@
 """Which rows go where on a GPU: requests with many rows by union tiles, all others one by one.
 
 Tiles share the loads of neighbouring rows and fill the tensor cores. On compute capability 9.0 that pays even where
-neighbours have nothing in common. Elsewhere a tile whose union is too large a share of its lists leaves its rows; what
-is left, and every row of decode and verification, is attended row by row. Who goes where is decided on the device, by a
-row's own tile.
+neighbours have nothing in common, and from 8 rows a request on in verification. Elsewhere a tile whose union is too
+large a share of its lists leaves its rows; what is left, and every row of decode, is attended row by row. Who goes
+where is decided on the device, by a row's own request and tile.
 """
 
 import torch
@@ -12,6 +12,9 @@ import torch
 from flashqsa.attention.triton_rows import attend_rows_triton
 from flashqsa.attention.triton_tiles import TilesKernelConfig, attend_tiles_triton, tile_height
 from flashqsa.attention.triton_union import LEAST_ROWS
+
+NARROW_ROWS = 8
+"""Rows of a request from which on its verification goes by tiles of compute capability 9.0."""
 
 
 def tile_rows(query_group):
@@ -25,7 +28,7 @@ def tile_rows(query_group):
 
 def takes_tiles(q, cache, plan, tokens):
     """Whether some rows of a step can go by tiles: lists of blocks, in dtypes of the tensor cores."""
-    if plan.max_query_len < LEAST_ROWS or tokens.unit_tokens != plan.block_tokens:
+    if plan.max_query_len < NARROW_ROWS or tokens.unit_tokens != plan.block_tokens:
         return False
     return torch.float32 not in (q.dtype, cache.k_pages.dtype)
 
@@ -60,7 +63,9 @@ def attend_triton(q, cache, plan, tokens, softmax_scale, *, row_exact, gate, out
         if _gluon_serves(*step):
             from flashqsa.attention.gluon_tiles import attend_tiles_gluon
 
-            lists = attend_tiles_gluon(*step, **outputs, parts=1)
-        else:
+            if plan.max_query_len >= LEAST_ROWS:
+                attend_tiles_gluon(*step, **outputs, parts=1)
+            lists = attend_tiles_gluon(*step, **outputs, parts=1, narrow=NARROW_ROWS)
+        elif plan.max_query_len >= LEAST_ROWS:
             lists = attend_tiles_triton(*step, **outputs)
     attend_rows_triton(*step, **outputs, served=None if lists is None else lists.served)
