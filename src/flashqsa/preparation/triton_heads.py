@@ -1,10 +1,12 @@
 # mypy: ignore-errors
 """One tile of heads on the GPU: load, norm, rotate, cast. All programs of preparation are made of these functions.
 
-A head is held in three parts: the first and second half of its rotary dimensions, whose entries pair up, and the rest.
-So rotation is elementwise. Roundings are those of the torch backend: fp32 throughout, one cast to the model dtype after
-the mean of a block, one after the norm, one at the end. Divisions are correctly rounded, and products are not fused
-with sums.
+Beside each dimension of a head lies its partner, the one that rotation pairs it with, loaded a second time; dimensions
+that do not rotate have partner 0, cosine 1 and sine -0, which leaves them as they are to the bit. So rotation is
+elementwise.
+
+Roundings are those of the torch backend: fp32 throughout, one cast to the model dtype after the mean of a block, one
+after the norm, one at the end. Divisions are correctly rounded, and products are not fused with sums.
 """
 
 import triton
@@ -12,81 +14,59 @@ import triton.language as tl
 
 
 @triton.jit
-def load_parts(
-    ptr, at, live, HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr
-):
-    """Parts [N, half], [N, half], [N, rest] of heads at offsets `at` [N], as stored; zeros where not live."""
-    j = tl.arange(0, BLOCK_HALF)[None, :]
-    i = tl.arange(0, BLOCK_REST)[None, :]
+def load_heads(ptr, at, live, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Heads at offsets `at` [N] and the partners of their dimensions, [N, D] each, as stored; zeros where not live."""
+    d = tl.arange(0, BLOCK_D)[None, :]
     ptr = ptr + at[:, None]
-    in_half = live[:, None] & (j < HALF)
-    first = tl.load(ptr + j, mask=in_half, other=0.0)
-    second = tl.load(ptr + HALF + j, mask=in_half, other=0.0)
-    rest = tl.load(ptr + 2 * HALF + i, mask=live[:, None] & (i < REST), other=0.0)
-    return first, second, rest
+    x = tl.load(ptr + d, mask=live[:, None] & (d < DIM), other=0.0)
+    partner = tl.load(ptr + tl.where(d < HALF, d + HALF, d - HALF), mask=live[:, None] & (d < 2 * HALF), other=0.0)
+    return x, partner
 
 
 @triton.jit
-def _limbs(x, unit, BITS: tl.constexpr):
-    """[N] two integers that the squares of [N, W] numbers, in units below 2, add up to: wholes and 2^-BITS parts."""
-    scaled = x * unit[:, None]
-    square = scaled * scaled * (1 << (BITS - 2))  # below 2^BITS
-    whole = square.to(tl.int32)
-    part = ((square - whole.to(tl.float32)) * (1 << BITS)).to(tl.int32)
-    return tl.sum(whole, 1), tl.sum(part, 1)
-
-
-@triton.jit
-def _largest_bits(x):
-    """[N] bits of the largest magnitude of [N, W] fp32 numbers; NaN is above all."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-
-
-@triton.jit
-def _sum_of_squares(first, second, rest, DIM: tl.constexpr):
-    """[N] sum of the squares of all three parts, fp32, the same bits in whatever order they are added.
+def _sum_of_squares(x, DIM: tl.constexpr):
+    """[N] sum of squares, fp32, the same bits in whatever order they are added.
 
     A block's key has to be the same however its tokens arrived, by one program among many blocks or by another alone,
     and the order of a floating-point sum follows how a tile lies in threads. So integers are added: each square in
     units of the largest number's power of two, in two limbs.
     """
     BITS: tl.constexpr = 22 if DIM <= 256 else 16  # DIM limbs add up to less than 2^31
-    bits = tl.maximum(tl.maximum(_largest_bits(first), _largest_bits(second)), _largest_bits(rest))
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # of the largest magnitude; NaN is above all
     exponent = bits >> 23
     # below 2^-64 squares vanish, from 2^64 on they overflow
     kept = tl.minimum(tl.maximum(exponent, 127 - 64), 127 + 63)
-    unit = ((254 - kept) << 23).to(tl.float32, bitcast=True)
-    whole, part = _limbs(first, unit, BITS)
-    second_whole, second_part = _limbs(second, unit, BITS)
-    rest_whole, rest_part = _limbs(rest, unit, BITS)
-    whole = (whole + second_whole + rest_whole).to(tl.float32)
-    part = (part + second_part + rest_part).to(tl.float32)
+    scaled = x * ((254 - kept) << 23).to(tl.float32, bitcast=True)[:, None]  # below 2
+    square = scaled * scaled * (1 << (BITS - 2))
+    whole = square.to(tl.int32)
+    part = ((square - whole.to(tl.float32)) * (1 << BITS)).to(tl.int32)
+    total = tl.sum(whole, 1).to(tl.float32) + tl.sum(part, 1).to(tl.float32) * (1.0 / (1 << BITS))
     back = (kept << 23).to(tl.float32, bitcast=True)
-    total = (whole + part * (1.0 / (1 << BITS))) * (1.0 / (1 << (BITS - 2))) * back * back
     largest = bits.to(tl.float32, bitcast=True)
-    return tl.where(exponent > 127 + 63, largest * largest, total)  # infinity or NaN
+    # infinity or NaN stay what they are
+    return tl.where(exponent > 127 + 63, largest * largest, total * (1.0 / (1 << (BITS - 2))) * back * back)
 
 
 @triton.jit
-def norm_parts(
-    first, second, rest, weight_ptr, eps,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+def norm_heads(
+    x, partner, weight_ptr, eps,
+    ANY_ORDER: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm of heads in the model dtype: ``x / rms * (1 + weight)`` in fp32, rounded to that dtype; fp32 again."""
-    model_dtype: tl.constexpr = first.dtype
-    DIM: tl.constexpr = 2 * HALF + REST
-    j = tl.arange(0, BLOCK_HALF)
-    i = tl.arange(0, BLOCK_REST)
-    first_weight = 1.0 + tl.load(weight_ptr + j, mask=j < HALF, other=0.0).to(tl.float32)
-    second_weight = 1.0 + tl.load(weight_ptr + HALF + j, mask=j < HALF, other=0.0).to(tl.float32)
-    rest_weight = 1.0 + tl.load(weight_ptr + 2 * HALF + i, mask=i < REST, other=0.0).to(tl.float32)
-    first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
-    squares = _sum_of_squares(first, second, rest, DIM)
+    """RMS norm of heads in the model dtype: ``x / rms * (1 + weight)`` in fp32, rounded to that dtype; fp32 again.
+
+    With ANY_ORDER the bits do not depend on how the tile lies in threads.
+    """
+    model_dtype: tl.constexpr = x.dtype
+    d = tl.arange(0, BLOCK_D)
+    weight = 1.0 + tl.load(weight_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
+    of_partner = tl.load(weight_ptr + tl.where(d < HALF, d + HALF, d - HALF), mask=d < 2 * HALF, other=0.0)
+    of_partner = 1.0 + of_partner.to(tl.float32)
+    x, partner = x.to(tl.float32), partner.to(tl.float32)
+    squares = _sum_of_squares(x, DIM) if ANY_ORDER else tl.sum(x * x, 1)
     scale = tl.math.rsqrt(tl.math.div_rn(squares, tl.full(squares.shape, DIM, tl.float32)) + eps)[:, None]
-    first = (first * scale * first_weight[None, :]).to(model_dtype).to(tl.float32)
-    second = (second * scale * second_weight[None, :]).to(model_dtype).to(tl.float32)
-    rest = (rest * scale * rest_weight[None, :]).to(model_dtype).to(tl.float32)
-    return first, second, rest
+    x = (x * scale * weight[None, :]).to(model_dtype).to(tl.float32)
+    partner = (partner * scale * of_partner[None, :]).to(model_dtype).to(tl.float32)
+    return x, partner
 
 
 @triton.jit
@@ -104,10 +84,11 @@ def load_positions(positions_ptr, at, stride_axis, live, AXES: tl.constexpr):
 @triton.jit
 def load_angles(
     table_ptr, stride_table, last_position, time, height, width, live,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_D: tl.constexpr, HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and sines [N, half] in fp32. Frequency j takes axis j % 3 while the section of that axis lasts."""
-    j = tl.arange(0, BLOCK_HALF)[None, :]
+    """Cosines and signed sines [N, D] in fp32. Frequency j takes axis j % 3 while the section of that axis lasts."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    j = tl.where(d < HALF, d, d - HALF)
     position = time[:, None]
     if HEIGHTS > 0:
         position = tl.where((j % 3 == 1) & (j < 3 * HEIGHTS), height[:, None], position)
@@ -115,16 +96,16 @@ def load_angles(
         position = tl.where((j % 3 == 2) & (j < 3 * WIDTHS), width[:, None], position)
     position = tl.minimum(tl.maximum(position, 0), last_position)  # whatever the positions are, nothing else is read
     at = table_ptr + position.to(tl.int64) * stride_table + j
-    mask = live[:, None] & (j < HALF)
-    cos = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    mask = live[:, None] & (d < 2 * HALF)
+    cos = tl.load(at, mask=mask, other=1.0).to(tl.float32)
     sin = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    return cos, sin
+    return cos, sin * tl.where((d >= HALF) & (d < 2 * HALF), 1.0, -1.0)
 
 
 @triton.jit
-def rotate_parts(first, second, cos, sin):
-    """Rotated halves, fp32, not yet cast."""
-    return first * cos - second * sin, second * cos + first * sin
+def rotate(x, partner, cos, sin):
+    """Rotated heads, fp32, not yet cast."""
+    return x * cos + partner * sin
 
 
 @triton.jit
@@ -153,16 +134,7 @@ def cast_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_parts(
-    ptr, at, live, first, second, rest,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
-    """Cast fp32 parts of heads and store them at offsets `at` [N]."""
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    j = tl.arange(0, BLOCK_HALF)[None, :]
-    i = tl.arange(0, BLOCK_REST)[None, :]
-    ptr = ptr + at[:, None]
-    in_half = live[:, None] & (j < HALF)
-    tl.store(ptr + j, cast_to(first, dtype), mask=in_half)
-    tl.store(ptr + HALF + j, cast_to(second, dtype), mask=in_half)
-    tl.store(ptr + 2 * HALF + i, cast_to(rest, dtype), mask=live[:, None] & (i < REST))
+def store_heads(ptr, at, live, x, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Cast heads and store them at offsets `at` [N]."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(ptr + at[:, None] + d, cast_to(x, ptr.dtype.element_ty), mask=live[:, None] & (d < DIM))

@@ -3,8 +3,8 @@
 
 - *request* programs, one a request: pool the block that began before the step, then write the request's ring;
 - *block* programs, some rows each: pool the blocks whose members are all rows of the step;
-- *key* programs, some key heads each: norm, rotate and write K, copy V;
-- *index* programs and *query* programs, some heads each: norm and rotate queries (and copy gates where asked for).
+- *key* programs, some key heads of a row each: norm, rotate and write K, copy V;
+- *index* programs and *query* programs, some heads of a row each: norm and rotate queries (and copy gates if asked to).
 
 Old ring rows are read while new ones are written, in one launch. There is no race, because both belong to the request:
 only its own program reads its ring (a step closes at most one block that began before it) and only that program writes
@@ -19,25 +19,33 @@ import triton
 import triton.language as tl
 
 from flashqsa.checks import FP8
+from flashqsa.launching import overlapping, wait_for_previous
 from flashqsa.preparation.triton_heads import (
     load_angles,
-    load_parts,
+    load_heads,
     load_positions,
-    norm_parts,
-    rotate_parts,
-    store_parts,
+    norm_heads,
+    rotate,
+    store_heads,
 )
 
-TILE_ELEMENTS = 1024
-"""Elements of the heads that one program prepares, about: few registers, so that many programs are resident."""
+FEW_ROWS = 1024
+TILE_ELEMENTS = (256, 512)
+"""Elements of the heads that a program prepares at once at most, up to FEW_ROWS rows and above.
+
+A program is one warp in which every head lies alike: its sum has the same bits in every tile.
+"""
+
+MOST_PROGRAMS = 8192
+"""Query programs up to which a row's heads are shared among several: enough to fill a device."""
 
 UNROLLED_MEMBERS = 8
 """Members of a block up to which pooling asks for all of them at once."""
 
-BLOCK_ROWS = 8
+BLOCK_ROWS = 4
 """Rows that one program looks at for blocks to pool."""
 
-MOST_RING_ROWS = 16
+MOST_RING_ROWS = 4
 """Ring rows that a request's program writes at once."""
 
 
@@ -58,61 +66,59 @@ def _page_offsets(slot, num_pages, stride_p, stride_s, PAGE_ROWS: tl.constexpr):
 @triton.jit
 def _member(
     member, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
     RING_TOKENS: tl.constexpr, FROM_RING: tl.constexpr,
 ):  # fmt: skip
     """One raw key of each block, fp32: from the step's rows, or from the ring where it is older than the step."""
     row = first_row + member
     in_step = live & (row >= start)
-    first, second, rest = load_parts(index_ptr, row * stride_it, in_step, HALF, REST, BLOCK_HALF, BLOCK_REST)
+    x, partner = load_heads(index_ptr, row * stride_it, in_step, DIM, HALF, BLOCK_D)
     if FROM_RING:
         at = ring_at + (began + member) % RING_TOKENS * stride_rs
-        a, b, c = load_parts(ring_ptr, at, live & (row < start), HALF, REST, BLOCK_HALF, BLOCK_REST)
-        first = tl.where(in_step[:, None], first, a)
-        second = tl.where(in_step[:, None], second, b)
-        rest = tl.where(in_step[:, None], rest, c)
-    return first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
+        old, old_partner = load_heads(ring_ptr, at, live & (row < start), DIM, HALF, BLOCK_D)
+        x = tl.where(in_step[:, None], x, old)
+        partner = tl.where(in_step[:, None], partner, old_partner)
+    return x.to(tl.float32), partner.to(tl.float32)
 
 
 @triton.jit
 def _mean_of_members(
     first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
-    BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, RING_TOKENS: tl.constexpr, FROM_RING: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
+    RING_TOKENS: tl.constexpr, FROM_RING: tl.constexpr,
 ):  # fmt: skip
     """Mean of the raw keys of blocks, summed in the order of their tokens in fp32, rounded to the model dtype."""
     dtype: tl.constexpr = index_ptr.dtype.element_ty
-    first, second, rest = _member(0, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
-                                  HALF, REST, BLOCK_HALF, BLOCK_REST, RING_TOKENS, FROM_RING)  # fmt: skip
+    x, partner = _member(0, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live, DIM,
+    HALF,
+                         BLOCK_D, RING_TOKENS, FROM_RING)  # fmt: skip
     if UNROLLED:
         for member in tl.static_range(1, BLOCK_TOKENS):
-            a, b, c = _member(member, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
-                              HALF, REST, BLOCK_HALF, BLOCK_REST, RING_TOKENS, FROM_RING)  # fmt: skip
-            first, second, rest = first + a, second + b, rest + c
+            a, b = _member(member, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
+                           DIM, HALF, BLOCK_D, RING_TOKENS, FROM_RING)  # fmt: skip
+            x, partner = x + a, partner + b
     else:
         for member in tl.range(1, BLOCK_TOKENS):
-            a, b, c = _member(member, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
-                              HALF, REST, BLOCK_HALF, BLOCK_REST, RING_TOKENS, FROM_RING)  # fmt: skip
-            first, second, rest = first + a, second + b, rest + c
-    first = tl.math.div_rn(first, tl.full(first.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
-    second = tl.math.div_rn(second, tl.full(second.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
-    rest = tl.math.div_rn(rest, tl.full(rest.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
-    return first, second, rest
+            a, b = _member(member, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
+                           DIM, HALF, BLOCK_D, RING_TOKENS, FROM_RING)  # fmt: skip
+            x, partner = x + a, partner + b
+    x = tl.math.div_rn(x, tl.full(x.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
+    partner = tl.math.div_rn(partner, tl.full(partner.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
+    return x, partner
 
 
 @triton.jit
 def _store_block_keys(
-    first, second, rest, keys_at, time, height, width, live, weight_ptr, eps, table_ptr, stride_table, last_position,
+    x, partner, keys_at, time, height, width, live, weight_ptr, eps, table_ptr, stride_table, last_position,
     keys_ptr,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
     HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the means of blocks, at the positions of their first tokens, and store them."""
-    first, second, rest = norm_parts(first, second, rest, weight_ptr, eps, HALF, REST, BLOCK_HALF, BLOCK_REST)
-    cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, live, HALF, BLOCK_HALF, HEIGHTS,
+    x, partner = norm_heads(x, partner, weight_ptr, eps, True, DIM, HALF, BLOCK_D)
+    cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, live, HALF, BLOCK_D, HEIGHTS,
                            WIDTHS)  # fmt: skip
-    first, second = rotate_parts(first, second, cos, sin)
-    store_parts(keys_ptr, keys_at, live, first, second, rest, HALF, REST, BLOCK_HALF, BLOCK_REST)
+    store_heads(keys_ptr, keys_at, live, rotate(x, partner, cos, sin), DIM, BLOCK_D)
 
 
 @triton.jit
@@ -121,7 +127,7 @@ def _close_blocks(
     num_block_pages, stride_bp, stride_bs, positions_ptr, stride_pa, stride_pt, weight_ptr, eps, table_ptr,
     stride_table, last_position,
     ROWS: tl.constexpr, PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, AXES: tl.constexpr,
     HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     """Pool the blocks that some rows close and whose members are all rows of the step."""
@@ -134,14 +140,14 @@ def _close_blocks(
     first_row = rows - (BLOCK_TOKENS - 1)
     closes = live & placed & (first_row >= tl.maximum(start, 0))
     if tl.max(closes.to(tl.int32), 0) > 0:
-        first, second, rest = _mean_of_members(
-            first_row, start, index_ptr, stride_it, index_ptr, at, at, 0, closes, BLOCK_TOKENS, UNROLLED, HALF, REST,
-            BLOCK_HALF, BLOCK_REST, 1, False,
+        x, partner = _mean_of_members(
+            first_row, start, index_ptr, stride_it, index_ptr, at, at, 0, closes, BLOCK_TOKENS, UNROLLED, DIM, HALF,
+            BLOCK_D, 1, False,
         )  # fmt: skip
         time, height, width = load_positions(positions_ptr, first_row * stride_pt, stride_pa, closes, AXES)
         _store_block_keys(
-            first, second, rest, at, time, height, width, closes, weight_ptr, eps, table_ptr, stride_table,
-            last_position, keys_ptr, HALF, REST, BLOCK_HALF, BLOCK_REST, HEIGHTS, WIDTHS,
+            x, partner, at, time, height, width, closes, weight_ptr, eps, table_ptr, stride_table,
+            last_position, keys_ptr, DIM, HALF, BLOCK_D, HEIGHTS, WIDTHS,
         )  # fmt: skip
 
 
@@ -151,7 +157,7 @@ def _close_open_block(
     num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages, stride_bp, stride_bs, weight_ptr,
     eps, table_ptr, stride_table, last_position,
     PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr, RING_TOKENS: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, AXES: tl.constexpr,
     HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     """Pool the block of a request that began before the step, if the step closes it."""
@@ -164,15 +170,15 @@ def _close_open_block(
         at, live = _page_offsets(slot, num_block_pages, stride_bp, stride_bs, PAGE_BLOCKS)
         began = position - older + one  # token of the first member; the ring holds it at began % RING_TOKENS
         ring = ring_id.to(tl.int64) + one
-        first, second, rest = _mean_of_members(
+        x, partner = _mean_of_members(
             start - older + one, start, index_ptr, stride_it, ring_ptr, ring * stride_rr, began, stride_rs, live,
-            BLOCK_TOKENS, UNROLLED, HALF, REST, BLOCK_HALF, BLOCK_REST, RING_TOKENS, True,
+            BLOCK_TOKENS, UNROLLED, DIM, HALF, BLOCK_D, RING_TOKENS, True,
         )  # fmt: skip
         place = ring * stride_sr + began % RING_TOKENS * stride_ss
         time, height, width = load_positions(ring_positions_ptr, place, 1, live, AXES)
         _store_block_keys(
-            first, second, rest, at, time, height, width, live, weight_ptr, eps, table_ptr, stride_table,
-            last_position, keys_ptr, HALF, REST, BLOCK_HALF, BLOCK_REST, HEIGHTS, WIDTHS,
+            x, partner, at, time, height, width, live, weight_ptr, eps, table_ptr, stride_table,
+            last_position, keys_ptr, DIM, HALF, BLOCK_D, HEIGHTS, WIDTHS,
         )  # fmt: skip
 
 
@@ -210,33 +216,16 @@ def _store_ring_rows(
 
 
 @triton.jit
-def _heads_of_tile(tile, num_rows, num_requests, request_ids_ptr, HEADS: tl.constexpr, PAIRS: tl.constexpr):
-    """Row and head of each (row, head) pair of a tile, which exist, and which are live."""
-    pair = tile.to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    row = pair // HEADS
-    there = row < num_rows
-    _, live = _live_rows(request_ids_ptr, row, there, num_requests)
-    return row, pair % HEADS, there, live
+def _heads_of_tile(tile, num_requests, request_ids_ptr, HEADS: tl.constexpr, TILE_HEADS: tl.constexpr):
+    """Row [1] and heads [N] of a tile, which of these exist [N], and whether the row is live [1].
 
-
-@triton.jit
-def _normed_and_rotated(
-    x_ptr, x_at, row, there, weight_ptr, eps, positions_ptr, stride_pa, stride_pt, table_ptr, stride_table,
-    last_position,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
-    HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
-):  # fmt: skip
-    """Parts of heads at offsets `x_at`, normed and rotated, fp32.
-
-    Rows of padding too, so that no load waits to learn which rows those are; they may hold anything.
+    Heads of one row share its positions and angles.
     """
-    first, second, rest = load_parts(x_ptr, x_at, there, HALF, REST, BLOCK_HALF, BLOCK_REST)
-    time, height, width = load_positions(positions_ptr, row * stride_pt, stride_pa, there, AXES)
-    cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, there, HALF, BLOCK_HALF,
-                           HEIGHTS, WIDTHS)  # fmt: skip
-    first, second, rest = norm_parts(first, second, rest, weight_ptr, eps, HALF, REST, BLOCK_HALF, BLOCK_REST)
-    first, second = rotate_parts(first, second, cos, sin)
-    return first, second, rest
+    TILES: tl.constexpr = (HEADS + TILE_HEADS - 1) // TILE_HEADS
+    row = (tile // TILES).to(tl.int64) + tl.arange(0, 1)
+    head = (tile % TILES) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    _, live = _live_rows(request_ids_ptr, row, row >= 0, num_requests)
+    return row, head, head < HEADS, live
 
 
 @triton.jit
@@ -252,65 +241,75 @@ def _scaled(x, scale_ptr, scale, MODE: tl.constexpr):
 
 @triton.jit
 def _write_keys(
-    tile, num_rows, num_requests, request_ids_ptr, slot_ids_ptr, k_ptr, stride_kt, stride_kh, v_ptr, stride_vt,
+    tile, num_requests, request_ids_ptr, slot_ids_ptr, k_ptr, stride_kt, stride_kh, v_ptr, stride_vt,
     stride_vh, k_pages_ptr, stride_kp, stride_ks, stride_kg, v_pages_ptr, stride_vp, stride_vs, stride_vg, num_pages,
     weight_ptr, eps, k_scale_ptr, k_scale, v_scale_ptr, v_scale, positions_ptr, stride_pa, stride_pt, table_ptr,
     stride_table, last_position,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, PAGE_TOKENS: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
+    HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, PAGE_TOKENS: tl.constexpr, K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, AXES: tl.constexpr,
     HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate some heads of K and store them in their pages, V beside them."""
-    row, head, there, live = _heads_of_tile(tile, num_rows, num_requests, request_ids_ptr, HEADS, PAIRS)
-    slot = tl.load(slot_ids_ptr + row, mask=there, other=-1)
+    row, head, there, live = _heads_of_tile(tile, num_requests, request_ids_ptr, HEADS, TILE_HEADS)
+    slot = tl.load(slot_ids_ptr + row)
     k_at, placed = _page_offsets(slot, num_pages, stride_kp, stride_ks, PAGE_TOKENS)
     v_at, _ = _page_offsets(slot, num_pages, stride_vp, stride_vs, PAGE_TOKENS)
-    live = live & placed
-    first, second, rest = load_parts(v_ptr, row * stride_vt + head * stride_vh, there, HALF, REST, BLOCK_HALF,
-                                     BLOCK_REST)  # fmt: skip
-    first = _scaled(first.to(tl.float32), v_scale_ptr, v_scale, V_SCALED)
-    second = _scaled(second.to(tl.float32), v_scale_ptr, v_scale, V_SCALED)
-    rest = _scaled(rest.to(tl.float32), v_scale_ptr, v_scale, V_SCALED)
-    store_parts(v_pages_ptr, v_at + head * stride_vg, live, first, second, rest, HALF, REST, BLOCK_HALF, BLOCK_REST)
-    first, second, rest = _normed_and_rotated(
-        k_ptr, row * stride_kt + head * stride_kh, row, there, weight_ptr, eps, positions_ptr, stride_pa, stride_pt,
-        table_ptr, stride_table, last_position, HALF, REST, BLOCK_HALF, BLOCK_REST, AXES, HEIGHTS, WIDTHS,
-    )  # fmt: skip
-    first = _scaled(first, k_scale_ptr, k_scale, K_SCALED)
-    second = _scaled(second, k_scale_ptr, k_scale, K_SCALED)
-    rest = _scaled(rest, k_scale_ptr, k_scale, K_SCALED)
-    store_parts(k_pages_ptr, k_at + head * stride_kg, live, first, second, rest, HALF, REST, BLOCK_HALF, BLOCK_REST)
+    live = live & placed & there
+    v, _ = load_heads(v_ptr, row * stride_vt + head * stride_vh, there, DIM, HALF, BLOCK_D)
+    v = _scaled(v.to(tl.float32), v_scale_ptr, v_scale, V_SCALED)
+    store_heads(v_pages_ptr, v_at + head * stride_vg, live, v, DIM, BLOCK_D)
+    # rows of padding too, so that no load waits to learn which rows those are; they may hold anything
+    x, partner = load_heads(k_ptr, row * stride_kt + head * stride_kh, there, DIM, HALF, BLOCK_D)
+    known = row >= 0
+    time, height, width = load_positions(positions_ptr, row * stride_pt, stride_pa, known, AXES)
+    cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, known, HALF, BLOCK_D, HEIGHTS,
+                           WIDTHS)  # fmt: skip
+    x, partner = norm_heads(x, partner, weight_ptr, eps, False, DIM, HALF, BLOCK_D)
+    x = _scaled(rotate(x, partner, cos, sin), k_scale_ptr, k_scale, K_SCALED)
+    store_heads(k_pages_ptr, k_at + head * stride_kg, live, x, DIM, BLOCK_D)
 
 
 @triton.jit
 def _prepare_queries(
-    tile, num_rows, num_requests, request_ids_ptr, x_ptr, stride_xt, stride_xh, out_ptr, stride_ot, stride_oh,
+    number, splits, num_requests, request_ids_ptr, x_ptr, stride_xt, stride_xh, out_ptr, stride_ot, stride_oh,
     gate_ptr, out_gate_ptr, stride_gt, stride_gh, weight_ptr, eps, positions_ptr, stride_pa, stride_pt, table_ptr,
     stride_table, last_position,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, COPY_GATE: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, AXES: tl.constexpr,
+    HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, COPY_GATE: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, AXES: tl.constexpr,
     HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate some query heads, zeros in rows of padding; copy their gates if asked to, of all rows."""
-    row, head, there, live = _heads_of_tile(tile, num_rows, num_requests, request_ids_ptr, HEADS, PAIRS)
-    at = row * stride_xt + head * stride_xh
-    if COPY_GATE:
-        first, second, rest = load_parts(gate_ptr, at, there, HALF, REST, BLOCK_HALF, BLOCK_REST)
-        store_parts(out_gate_ptr, row * stride_gt + head * stride_gh, there, first, second, rest, HALF, REST,
-                    BLOCK_HALF, BLOCK_REST)  # fmt: skip
-    first, second, rest = _normed_and_rotated(
-        x_ptr, at, row, there, weight_ptr, eps, positions_ptr, stride_pa, stride_pt, table_ptr, stride_table,
-        last_position, HALF, REST, BLOCK_HALF, BLOCK_REST, AXES, HEIGHTS, WIDTHS,
-    )  # fmt: skip
-    live = live[:, None]
-    first, second, rest = tl.where(live, first, 0.0), tl.where(live, second, 0.0), tl.where(live, rest, 0.0)
-    store_parts(out_ptr, row * stride_ot + head * stride_oh, there, first, second, rest, HALF, REST, BLOCK_HALF,
-                BLOCK_REST)  # fmt: skip
+    """Norm and rotate the query heads of a row, zeros in a row of padding; copy its gates if asked to.
+
+    `splits` programs share a row, each taking every `splits`-th tile of its heads. The next tile is asked for before
+    the one at hand is worked on.
+    """
+    row = (number // splits).to(tl.int64) + tl.arange(0, 1)
+    _, live = _live_rows(request_ids_ptr, row, row >= 0, num_requests)
+    known = row >= 0
+    heads = tl.arange(0, TILE_HEADS)
+    first_head = (number % splits) * TILE_HEADS
+    head = first_head + heads
+    x, partner = load_heads(x_ptr, row * stride_xt + head * stride_xh, head < HEADS, DIM, HALF, BLOCK_D)
+    time, height, width = load_positions(positions_ptr, row * stride_pt, stride_pa, known, AXES)
+    cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, known, HALF, BLOCK_D, HEIGHTS,
+                           WIDTHS)  # fmt: skip
+    for at in tl.range(first_head, HEADS, splits * TILE_HEADS):
+        head = at + heads
+        after = head + splits * TILE_HEADS
+        next_x, next_partner = load_heads(x_ptr, row * stride_xt + after * stride_xh, after < HEADS, DIM, HALF, BLOCK_D)
+        there = head < HEADS
+        if COPY_GATE:
+            gate, unused = load_heads(gate_ptr, row * stride_xt + head * stride_xh, there, DIM, HALF, BLOCK_D)
+            store_heads(out_gate_ptr, row * stride_gt + head * stride_gh, there, gate, DIM, BLOCK_D)
+        x, partner = norm_heads(x, partner, weight_ptr, eps, False, DIM, HALF, BLOCK_D)
+        x = tl.where(live[:, None], rotate(x, partner, cos, sin), 0.0)
+        store_heads(out_ptr, row * stride_ot + head * stride_oh, there, x, DIM, BLOCK_D)
+        x, partner = next_x, next_partner
 
 
 @triton.jit(do_not_specialize=[
     "num_rows", "num_requests", "last_position", "num_pages", "num_block_pages", "num_rings", "end_requests",
-    "end_blocks", "end_keys", "end_index",
+    "end_blocks", "end_keys", "end_index", "splits", "index_splits",
 ])  # fmt: skip
 def _prepare_kernel(
     q_gate_ptr, k_ptr, v_ptr, index_ptr, raw_ptr, positions_ptr, table_ptr, q_weight_ptr, k_weight_ptr,
@@ -318,20 +317,23 @@ def _prepare_kernel(
     keys_ptr, ring_ptr, ring_positions_ptr, k_scale_ptr, v_scale_ptr, request_ids_ptr, token_positions_ptr,
     slot_ids_ptr, closed_ptr, ring_slots_ptr, query_starts_ptr, ring_ids_ptr, eps, k_scale, v_scale, num_rows,
     num_requests, last_position, num_pages, num_block_pages, num_rings, end_requests, end_blocks, end_keys, end_index,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_it, stride_ih, stride_pa, stride_pt,
+    splits, index_splits, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_it, stride_ih,
+    stride_pa,
+    stride_pt,
     stride_table, stride_ot, stride_oh, stride_gt, stride_gh, stride_nt, stride_nh, stride_kp, stride_ks, stride_kg,
     stride_vp, stride_vs, stride_vg, stride_bp, stride_bs, stride_rr, stride_rs, stride_sr, stride_ss,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, DIM: tl.constexpr,
-    INDEX_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_INDEX_REST: tl.constexpr, BLOCK_INDEX_DIM: tl.constexpr, PAIRS: tl.constexpr, INDEX_PAIRS: tl.constexpr,
-    AXES: tl.constexpr, HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr, PAGE_TOKENS: tl.constexpr,
-    PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, RING_TOKENS: tl.constexpr, HAS_RING: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr, POOLS_OPEN: tl.constexpr, COPY_GATE: tl.constexpr, K_SCALED: tl.constexpr,
-    V_SCALED: tl.constexpr, BLOCK_ROWS: tl.constexpr, RING_ROWS: tl.constexpr, UNROLLED: tl.constexpr,
+    INDEX_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_INDEX_DIM: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    INDEX_TILE: tl.constexpr, AXES: tl.constexpr, HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, RING_TOKENS: tl.constexpr,
+    HAS_RING: tl.constexpr, HAS_BLOCKS: tl.constexpr, POOLS_OPEN: tl.constexpr, COPY_GATE: tl.constexpr,
+    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, BLOCK_ROWS: tl.constexpr, RING_ROWS: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     pid = tl.program_id(0)
-    REST: tl.constexpr = DIM - 2 * HALF
-    INDEX_REST: tl.constexpr = INDEX_DIM - 2 * HALF
     if pid < end_requests:
         if HAS_RING:
             start = tl.maximum(tl.load(query_starts_ptr + pid), 0).to(tl.int64)
@@ -348,7 +350,7 @@ def _prepare_kernel(
                     start, end, own, ring_id, token_positions_ptr, closed_ptr, raw_ptr, stride_it, ring_ptr, stride_rr,
                     stride_rs, num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages,
                     stride_bp, stride_bs, index_k_weight_ptr, eps, table_ptr, stride_table, last_position, PAGE_BLOCKS,
-                    BLOCK_TOKENS, UNROLLED, RING_TOKENS, HALF, INDEX_REST, BLOCK_HALF, BLOCK_INDEX_REST, AXES, HEIGHTS,
+                    BLOCK_TOKENS, UNROLLED, RING_TOKENS, INDEX_DIM, HALF, BLOCK_INDEX_DIM, AXES, HEIGHTS,
                     WIDTHS,
                 )  # fmt: skip
                 tl.debug_barrier()  # all threads have read the old ring before one of them writes it
@@ -369,29 +371,29 @@ def _prepare_kernel(
                 pid - end_requests, num_rows, num_requests, request_ids_ptr, closed_ptr, query_starts_ptr, raw_ptr,
                 stride_it, keys_ptr, num_block_pages, stride_bp, stride_bs, positions_ptr, stride_pa, stride_pt,
                 index_k_weight_ptr, eps, table_ptr, stride_table, last_position, BLOCK_ROWS, PAGE_BLOCKS, BLOCK_TOKENS,
-                UNROLLED, HALF, INDEX_REST, BLOCK_HALF, BLOCK_INDEX_REST, AXES, HEIGHTS, WIDTHS,
+                UNROLLED, INDEX_DIM, HALF, BLOCK_INDEX_DIM, AXES, HEIGHTS, WIDTHS,
             )  # fmt: skip
     elif pid < end_keys:
         _write_keys(
-            pid - end_blocks, num_rows, num_requests, request_ids_ptr, slot_ids_ptr, k_ptr, stride_kt, stride_kh, v_ptr,
+            pid - end_blocks, num_requests, request_ids_ptr, slot_ids_ptr, k_ptr, stride_kt, stride_kh, v_ptr,
             stride_vt, stride_vh, k_pages_ptr, stride_kp, stride_ks, stride_kg, v_pages_ptr, stride_vp, stride_vs,
             stride_vg, num_pages, k_weight_ptr, eps, k_scale_ptr, k_scale, v_scale_ptr, v_scale, positions_ptr,
-            stride_pa, stride_pt, table_ptr, stride_table, last_position, KV_HEADS, PAIRS, PAGE_TOKENS, K_SCALED,
-            V_SCALED, HALF, REST, BLOCK_HALF, BLOCK_REST, AXES, HEIGHTS, WIDTHS,
+            stride_pa, stride_pt, table_ptr, stride_table, last_position, KV_HEADS, KV_TILE, PAGE_TOKENS, K_SCALED,
+            V_SCALED, DIM, HALF, BLOCK_D, AXES, HEIGHTS, WIDTHS,
         )  # fmt: skip
     elif pid < end_index:
         _prepare_queries(
-            pid - end_keys, num_rows, num_requests, request_ids_ptr, index_ptr, stride_it, stride_ih, out_index_ptr,
+            pid - end_keys, index_splits, num_requests, request_ids_ptr, index_ptr, stride_it, stride_ih, out_index_ptr,
             stride_nt, stride_nh, index_ptr, out_index_ptr, 0, 0, index_q_weight_ptr, eps, positions_ptr, stride_pa,
-            stride_pt, table_ptr, stride_table, last_position, INDEX_HEADS, INDEX_PAIRS, False, HALF, INDEX_REST,
-            BLOCK_HALF, BLOCK_INDEX_REST, AXES, HEIGHTS, WIDTHS,
+            stride_pt, table_ptr, stride_table, last_position, INDEX_HEADS, INDEX_TILE, False, INDEX_DIM, HALF,
+            BLOCK_INDEX_DIM, AXES, HEIGHTS, WIDTHS,
         )  # fmt: skip
     else:
         _prepare_queries(
-            pid - end_index, num_rows, num_requests, request_ids_ptr, q_gate_ptr, stride_qt, stride_qh, out_q_ptr,
+            pid - end_index, splits, num_requests, request_ids_ptr, q_gate_ptr, stride_qt, stride_qh, out_q_ptr,
             stride_ot, stride_oh, gate_ptr, out_gate_ptr, stride_gt, stride_gh, q_weight_ptr, eps, positions_ptr,
-            stride_pa, stride_pt, table_ptr, stride_table, last_position, Q_HEADS, PAIRS, COPY_GATE, HALF, REST,
-            BLOCK_HALF, BLOCK_REST, AXES, HEIGHTS, WIDTHS,
+            stride_pa, stride_pt, table_ptr, stride_table, last_position, Q_HEADS, Q_TILE, COPY_GATE, DIM, HALF,
+            BLOCK_D, AXES, HEIGHTS, WIDTHS,
         )  # fmt: skip
 
 
@@ -408,12 +410,16 @@ def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, p
     gate = q_gate[..., dim:]
     keys, ring, ring_positions = cache.block_keys, cache.ring, cache.ring_positions
     pools_open = keys is not None and ring is not None and plan.ring_ids is not None
-    pairs, index_pairs = _pairs(dim), _pairs(index_dim)
+    elements = TILE_ELEMENTS[rows > FEW_ROWS]
+    q_tile, kv_tile = _tile(q_heads, dim, elements), _tile(kv_heads, dim, elements)
+    index_tile = _tile(index_heads, index_dim, elements)
     end_requests = plan.num_requests if ring is not None and rows else 0
     end_blocks = end_requests + (-(-rows // BLOCK_ROWS) if keys is not None else 0)
-    end_keys = end_blocks + -(-rows * kv_heads // pairs)
-    end_index = end_keys + -(-rows * index_heads // index_pairs)
-    grid = end_index + -(-rows * q_heads // pairs)
+    end_keys = end_blocks + rows * -(-kv_heads // kv_tile)
+    most_splits = -(-MOST_PROGRAMS // max(rows, 1))
+    splits, index_splits = min(-(-q_heads // q_tile), most_splits), min(-(-index_heads // index_tile), most_splits)
+    end_index = end_keys + rows * index_splits
+    grid = end_index + rows * splits
     if grid == 0:
         return
     k_pages, v_pages, out_index_q = (_writable(x) for x in (cache.k_pages, cache.v_pages, out.index_q))
@@ -428,20 +434,20 @@ def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, p
         plan.positions, plan.slot_ids, plan.closed_block_slot_ids, plan.ring_slot_ids, plan.query_starts,
         plan.ring_ids if pools_open else plan.query_starts, norms.eps, float(cache.k_scale) if k_mode == 1 else 1.0,
         float(cache.v_scale) if v_mode == 1 else 1.0, rows, plan.num_requests, rope.cos_sin.shape[0] - 1,
-        k_pages.shape[0], block_keys.shape[0], ring.shape[0], end_requests, end_blocks, end_keys, end_index,
+        k_pages.shape[0], block_keys.shape[0], ring.shape[0], end_requests, end_blocks, end_keys, end_index, splits,
+        index_splits,
         *q_gate.stride()[:2], *k.stride()[:2], *v.stride()[:2], *index_qk.stride()[:2], *rope_positions.stride(),
         rope.cos_sin.stride(0), *out.q.stride()[:2], *out.gate.stride()[:2], *out.index_q.stride()[:2],
         *k_pages.stride()[:3], *v_pages.stride()[:3], *block_keys.stride()[:2], *ring.stride()[:2],
         *ring_positions.stride()[:2],
         Q_HEADS=q_heads, KV_HEADS=kv_heads, INDEX_HEADS=index_heads, DIM=dim, INDEX_DIM=index_dim, HALF=half,
-        BLOCK_HALF=_padded(half), BLOCK_REST=_padded(dim - 2 * half), BLOCK_INDEX_REST=_padded(index_dim - 2 * half),
-        BLOCK_INDEX_DIM=_padded(index_dim), PAIRS=pairs, INDEX_PAIRS=index_pairs,
+        BLOCK_D=_padded(dim), BLOCK_INDEX_DIM=_padded(index_dim), Q_TILE=q_tile, KV_TILE=kv_tile, INDEX_TILE=index_tile,
         AXES=3 if max(section[1:]) > 0 else 1, HEIGHTS=section[1], WIDTHS=section[2], PAGE_TOKENS=k_pages.shape[1],
         PAGE_BLOCKS=block_keys.shape[1], BLOCK_TOKENS=plan.block_tokens, RING_TOKENS=ring.shape[1],
         HAS_RING=cache.ring is not None, HAS_BLOCKS=keys is not None, POOLS_OPEN=pools_open,
         COPY_GATE=out.gate.data_ptr() != gate.data_ptr(), K_SCALED=k_mode, V_SCALED=v_mode, BLOCK_ROWS=BLOCK_ROWS,
         RING_ROWS=min(MOST_RING_ROWS, _padded(ring.shape[1])), UNROLLED=plan.block_tokens <= UNROLLED_MEMBERS,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, num_warps=1, **overlapping(q_gate.device),
     )  # fmt: skip
 
 
@@ -449,9 +455,9 @@ def _padded(size):
     return triton.next_power_of_2(max(size, 1))
 
 
-def _pairs(dim):
-    """Heads of a tile."""
-    return max(1, min(32, TILE_ELEMENTS // _padded(dim)))
+def _tile(heads, dim, elements):
+    """Heads of one row that a program prepares at once."""
+    return min(_padded(heads), max(1, elements // _padded(dim)))
 
 
 def _scale_mode(scale):

@@ -107,6 +107,25 @@ def test_fault_41_a_prefill_of_4096_tokens(assert_same_rows: Any) -> None:
     assert int((ids[0] != ids[1]).any(dim=1).sum()) <= 40, "selected ids"
 
 
+def test_fault_12_pieces_have_the_bits_of_one_long_prefill() -> None:
+    """Few rows and many are prepared in tiles of different height: nothing that is written or returned shows it."""
+    rows, layer = 1501, Layer.make(1, 1600, 1501, seed=84)
+    whole, caches = layer.plan([rows], [rows], max_seq_len=1600), [layer.fresh_cache() for _ in range(2)]
+    wanted = layer.run(whole, caches[0])
+    at = 0
+    for count in (1, 2, 3, 5, 842, 600, 48):
+        piece = dataclasses.replace(
+            layer, rows=[x[at : at + count] for x in layer.rows], positions=layer.positions[:, at : at + count]
+        )
+        at += count
+        got = piece.run(piece.plan([at], [count], max_seq_len=1600), caches[1])
+        for name in ("q", "index_q"):
+            assert_bitwise_equal(getattr(got, name), getattr(wanted, name)[at - count : at], f"{name} to row {at}")
+    assert at == rows
+    for name in STORED:
+        assert_bitwise_equal(getattr(caches[1], name), getattr(caches[0], name), name)
+
+
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3], ids=str)
 def test_a_mixed_step_of_many_requests(assert_same_rows: Any, kv_dtype: torch.dtype) -> None:
     """Decode, verification and chunks of 300 requests, rows past them, e4m3 pages without scales."""
