@@ -13,7 +13,7 @@ import flashqsa
 
 ROOT = Path(flashqsa.__file__).parent
 STAGES = ("preparation", "selection", "attention")
-FOUNDATION = {"errors", "checks", "config", "rope", "results", "matmul", "backends", "cache", "plan"}
+FOUNDATION = {"errors", "checks", "config", "rope", "results", "matmul", "backends", "launching", "cache", "plan"}
 """What the stages stand on; it knows no stage."""
 HEAVY = ("triton", "transformers", "vllm", "matplotlib", "typer", "rich", "numpy.testing", "accelerate")
 

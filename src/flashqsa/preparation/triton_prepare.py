@@ -299,7 +299,7 @@ def _prepare_queries(
         next_x, next_partner = load_heads(x_ptr, row * stride_xt + after * stride_xh, after < HEADS, DIM, HALF, BLOCK_D)
         there = head < HEADS
         if COPY_GATE:
-            gate, unused = load_heads(gate_ptr, row * stride_xt + head * stride_xh, there, DIM, HALF, BLOCK_D)
+            gate, _gate_partner = load_heads(gate_ptr, row * stride_xt + head * stride_xh, there, DIM, HALF, BLOCK_D)
             store_heads(out_gate_ptr, row * stride_gt + head * stride_gh, there, gate, DIM, BLOCK_D)
         x, partner = norm_heads(x, partner, weight_ptr, eps, False, DIM, HALF, BLOCK_D)
         x = tl.where(live[:, None], rotate(x, partner, cos, sin), 0.0)
