@@ -112,6 +112,7 @@ def test_attend_tiles_gluon_compiles(variant: Variant) -> None:
         (Variant("96", dim=96), {}, "head dim must be one of"),
         (Variant("scaled"), {"k_scale": 2.0}, "must have no scales"),
         (Variant("unaligned"), {"k_pages": torch.zeros(2, 64, 2, 260, dtype=BF16)[..., :256]}, "multiples of 16 bytes"),
+        (Variant("80 heads", heads=(80, 1), parts=1), {}, "at most 64 heads may share keys at 1 parts, got 80"),
         (Variant("negative"), {"scale": -1.0}, "must be above 0"),
     ],
     ids=lambda x: x.name if isinstance(x, Variant) else "",

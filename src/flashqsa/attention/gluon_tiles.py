@@ -399,6 +399,8 @@ def attend_tiles_gluon(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
     refusal = gluon_tiles_refusal(q, cache, plan, tokens)
     if refusal is None and not softmax_scale > 0:
         refusal = f"the softmax scale must be above 0, got {softmax_scale}"
+    if refusal is None and q.shape[1] // cache.kv_heads > 64 * parts:
+        refusal = f"at most {64 * parts} heads may share keys at {parts} parts, got {q.shape[1] // cache.kv_heads}"
     if refusal is not None:
         raise UnsupportedError(f"attend_tiles_gluon: the call must be one that it serves: {refusal}. Use plain tiles.")
     q_heads, dim = q.shape[1:]
