@@ -141,7 +141,7 @@ class Workload:
             return 1.0
         ids = self.selection.block_ids
         counts = self.selection.block_counts
-        pairs = [row for row in sampled_rows(ids.shape[0] - 1, 64) if (row + 1) % self.shape.rows]
+        pairs = [row for row in sampled_rows(ids.shape[0] - 1, 64) if (row + 1) % self.shape.rows and counts[row + 1]]
         shares = [torch.isin(ids[row + 1, : counts[row + 1]], ids[row, : counts[row]]).float().mean() for row in pairs]
         return float(torch.stack(shares).mean())
 

@@ -70,7 +70,10 @@ def prefill_table(table: Table, rows: list[Row]) -> str:
     lines = []
     for row in rows:
         times, floors = row["times"], row["floors_us"]
-        cells = [f"{row['requests']} x {row['rows']:,} at {row['context']:,}", f"{row['overlap']:.2f}"]
+        cells = [
+            f"{row['requests']} x {row['rows']:,} at {row['context']:,}",
+            MISSING if row["overlap"] is None else f"{row['overlap']:.2f}",
+        ]
         for stage in ("select", "attend"):
             cells += [
                 _ms(times, f"vllm {stage}"),

@@ -76,9 +76,11 @@ class Device:
             num_rows=self.q.shape[0], out=out,
         )  # fmt: skip
 
-    def run(self, plan: StepPlan) -> tuple[Selection, torch.Tensor, torch.Tensor]:
+    def run(self, plan: StepPlan, **options: Any) -> tuple[Selection, torch.Tensor, torch.Tensor]:
         selection = select_blocks(self.index_q, self.cache, plan, return_scores=True, backend="triton")
-        out, lse = attend(self.q, self.cache, selection, plan, gate=self.gate, return_lse=True, backend="triton")
+        out, lse = attend(
+            self.q, self.cache, selection, plan, gate=self.gate, return_lse=True, backend="triton", **options
+        )
         return selection, out, lse
 
     def check_rows(self, plan: StepPlan, result: tuple[Selection, torch.Tensor, torch.Tensor], rows: list[int]) -> None:
@@ -233,10 +235,12 @@ def test_a_decode_row_alone_among_256(page_tokens: int) -> None:
 
 @pytest.mark.parametrize("width", [2, 5, 16])
 def test_fault_36_wide_windows_at_depth(width: int) -> None:
-    """Row i of a verification window at 20,000 tokens selects and attends as its own decode step."""
+    """Row i of a verification window at 20,000 tokens selects and, row by row, attends as its own decode step."""
     work = Device.make(2, 20_000, 2 * width, seed=76)
     lens = [20_000, 19_998]
-    selection, out, _ = work.run(work.plan(lens, [width, width], max_seq_len=20_000))
+    plan = work.plan(lens, [width, width], max_seq_len=20_000)
+    work.check_rows(plan, work.run(plan), [0, width - 1, 2 * width - 1])
+    selection, out, _ = work.run(plan, row_exact=True)
     for request in range(2):
         for i in {0, width // 2, width - 1}:
             row = request * width + i
