@@ -108,6 +108,18 @@ def test_numerics_and_contracts_name_the_tiles_of_the_code():
     assert f"absolute multiples of {TILE_ROWS} tokens" in contracts
 
 
+def test_numerics_name_the_segments_and_tiles_of_the_kernels():
+    pytest.importorskip("triton")
+    from flashqsa.attention.triton_attend import tile_rows
+    from flashqsa.attention.triton_rows import GROUP_SEGMENTS, SEGMENT_TOKENS
+
+    numerics = " ".join((ROOT / "docs" / "numerics.md").read_text(encoding="utf-8").split())
+    assert f"segments of {SEGMENT_TOKENS}," in numerics
+    assert (GROUP_SEGMENTS == 4) == ("Four segments merge" in numerics)
+    few, more, most = (tile_rows(group) for group in (12, 6, 3))
+    assert f"{few}, {more} or {most} at 12, 6 or 3 query heads a KV head" in numerics
+
+
 def test_contracts_name_every_error():
     from flashqsa import errors
 
