@@ -6,18 +6,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import gpu_decode, gpu_prefill, gpu_prepare, hf_decode_cpu, hf_layer_gpu, report_gpu
 from benchmarks.environment import ROOT
 from benchmarks.hf_layer_cpu import RESULTS
+from benchmarks.tables import Row, markdown_table, rows_of
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
-NOT_MEASURED = "Not measured.\n"
-
-Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     """Put every table between its markers."""
     sections = all_sections(read_rows(RESULTS)) | decode_sections(read_rows(hf_decode_cpu.RESULTS))
     on_gpu = (gpu_decode, gpu_prefill, gpu_prepare, hf_layer_gpu)
-    sections |= report_gpu.sections(_table, *(read_rows(benchmark.RESULTS) for benchmark in on_gpu))
+    sections |= report_gpu.sections(*(read_rows(benchmark.RESULTS) for benchmark in on_gpu))
     stale = []
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
@@ -63,9 +59,9 @@ def with_sections(page: str, sections: dict[str, str]) -> str:
 def all_sections(rows: list[Row]) -> dict[str, str]:
     """Text of each section by the name in its markers."""
     return {
-        "layer-short": short_table(_of(rows, "layer")) + "\n" + origin(rows),
-        "layer": time_table(_of(rows, "layer")),
-        "selection": time_table(_of(rows, "preparation + selection")),
+        "layer-short": short_table(rows_of(rows, "layer")) + "\n" + origin(rows),
+        "layer": time_table(rows_of(rows, "layer")),
+        "selection": time_table(rows_of(rows, "preparation + selection")),
         "memory": memory_table(rows),
         "origin": origin(rows) + "\n" + ceilings(rows),
     }
@@ -79,7 +75,7 @@ def decode_sections(rows: list[Row]) -> dict[str, str]:
 def decode_table(rows: list[Row]) -> str:
     """A step of both engines by context, cache copies apart, and how it grows."""
     last = rows[-1]["tokens"] if rows else None
-    return _table(
+    return markdown_table(
         (
             "tokens",
             "transformers, ms",
@@ -101,13 +97,9 @@ def decode_table(rows: list[Row]) -> str:
     )
 
 
-def _of(rows: Iterable[Row], measure: str) -> list[Row]:
-    return [row for row in rows if row["measure"] == measure]
-
-
 def short_table(rows: list[Row]) -> str:
     """Medians of both engines by workload and length."""
-    return _table(
+    return markdown_table(
         ("workload", "tokens", "transformers, ms", "with FlashQSA, ms", "times as fast"),
         [
             (
@@ -123,7 +115,7 @@ def short_table(rows: list[Row]) -> str:
 
 def time_table(rows: list[Row]) -> str:
     """Everything about the times of both engines by workload and length."""
-    return _table(
+    return markdown_table(
         (
             "workload",
             "tokens",
@@ -154,10 +146,10 @@ def memory_table(rows: list[Row]) -> str:
     """Peak memory of both engines, and of the long prefill."""
     table = [
         (f"{row['tokens']:,}", *(f"{row[engine]['growth_gb']:.2f}" for engine in ("transformers", "flashqsa")))
-        for row in _of(rows, "peak memory")
+        for row in rows_of(rows, "peak memory")
     ]
-    text = _table(("tokens", "transformers, GB", "FlashQSA, GB"), table)
-    for row in _of(rows, "long prefill"):
+    text = markdown_table(("tokens", "transformers, GB", "FlashQSA, GB"), table)
+    for row in rows_of(rows, "long prefill"):
         ours = row["flashqsa"]
         text += (
             f"\nA prefill of {row['tokens']:,} tokens with FlashQSA: process peak {ours['peak_gb']:.2f} GB"
@@ -190,16 +182,8 @@ def ceilings(rows: list[Row]) -> str:
     return "".join(
         f"In the same run the machine reached {row['gflop_per_s']:,.0f} GFLOP/s in an fp32 matrix product and "
         f"{row['gbyte_per_s']:.1f} GB/s in a copy.\n"
-        for row in _of(rows, "ceilings")
+        for row in rows_of(rows, "ceilings")
     )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return NOT_MEASURED
-    aligned = ["--:"] * len(head)
-    lines = [head, aligned, *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _ms(value: float) -> str:

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from benchmarks.tables import Row, markdown_table, rows_of
 
-Row = dict[str, Any]
-Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 MISSING = "not measured"
 
 
-def sections(
-    table: Table, decode: list[Row], prefill: list[Row], prepare: list[Row], layer: list[Row]
-) -> dict[str, str]:
+def sections(decode: list[Row], prefill: list[Row], prepare: list[Row], layer: list[Row]) -> dict[str, str]:
     """Text of each section by the name in its markers.
 
     Args:
-        table: Makes a table from a head and rows.
         decode: Rows of gpu-decode, like the others of the benchmark of their name.
         prefill: Rows of gpu-prefill.
         prepare: Rows of gpu-prepare.
         layer: Rows of hf-layer-gpu.
     """
     return {
-        "gpu-decode": decode_table(table, decode),
+        "gpu-decode": decode_table(decode),
         "gpu-origin": origin(decode),
-        "gpu-prefill": prefill_table(table, _of(prefill, "gpu prefill")),
-        "gpu-heads": attend_table(table, _of(prefill, "gpu heads")),
-        "gpu-curve": attend_table(table, _of(prefill, "gpu curve")),
+        "gpu-prefill": prefill_table(rows_of(prefill, "gpu prefill")),
+        "gpu-heads": attend_table(rows_of(prefill, "gpu heads")),
+        "gpu-curve": attend_table(rows_of(prefill, "gpu curve")),
         "gpu-prefill-origin": origin(prefill),
-        "gpu-prepare": prepare_table(table, prepare),
+        "gpu-prepare": prepare_table(prepare),
         "gpu-prepare-origin": origin(prepare),
-        "gpu-layer": layer_table(table, layer),
+        "gpu-layer": layer_table(layer),
         "gpu-layer-origin": origin(layer),
     }
 
 
-def decode_table(table: Table, rows: list[Row]) -> str:
+def decode_table(rows: list[Row]) -> str:
     """Medians of both engines, stage by stage, beside the floor."""
     lines = []
     for row in rows:
@@ -62,10 +56,10 @@ def decode_table(table: Table, rows: list[Row]) -> str:
         "floor, us",
         "share of floor",
     )
-    return table(head, lines)
+    return markdown_table(head, lines)
 
 
-def prefill_table(table: Table, rows: list[Row]) -> str:
+def prefill_table(rows: list[Row]) -> str:
     """Selection and attention of long chunks, milliseconds."""
     lines = []
     for row in rows:
@@ -89,10 +83,10 @@ def prefill_table(table: Table, rows: list[Row]) -> str:
         "neighbour overlap",
         *(f"{stage}, {name}" for stage in ("select", "attend") for name in each),
     )
-    return table(head, lines)
+    return markdown_table(head, lines)
 
 
-def attend_table(table: Table, rows: list[Row]) -> str:
+def attend_table(rows: list[Row]) -> str:
     """Attention alone by heads and by how much neighbours differ, microseconds."""
     lines = []
     for row in rows:
@@ -115,10 +109,10 @@ def attend_table(table: Table, rows: list[Row]) -> str:
         "heads", "rows at context", "exchanged blocks", "vLLM, us", "FlashQSA, us", "ratio", "row by row, us",
         "floor, us", "useful TFLOP/s",
     )  # fmt: skip
-    return table(head, lines)
+    return markdown_table(head, lines)
 
 
-def prepare_table(table: Table, rows: list[Row]) -> str:
+def prepare_table(rows: list[Row]) -> str:
     """Preparation, microseconds."""
     lines = []
     for row in rows:
@@ -135,10 +129,10 @@ def prepare_table(table: Table, rows: list[Row]) -> str:
                 f"{row['floor_us']:.1f}",
             )
         )
-    return table(("step", "vLLM, us", "FlashQSA, us", "ratio", "with gates copied, us", "floor, us"), lines)
+    return markdown_table(("step", "vLLM, us", "FlashQSA, us", "ratio", "with gates copied, us", "floor, us"), lines)
 
 
-def layer_table(table: Table, rows: list[Row]) -> str:
+def layer_table(rows: list[Row]) -> str:
     """A transformers layer, milliseconds of the host."""
     lines = [
         (
@@ -149,7 +143,7 @@ def layer_table(table: Table, rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    return table(("", "tokens", "transformers, ms", "with FlashQSA, ms", "times as fast"), lines)
+    return markdown_table(("", "tokens", "transformers, ms", "with FlashQSA, ms", "times as fast"), lines)
 
 
 def origin(rows: list[Row]) -> str:
@@ -168,10 +162,6 @@ def origin(rows: list[Row]) -> str:
             f"matrices at {rows[0]['matmul_flop_per_us'] / 1e6:.0f} TFLOP/s.\n"
         )
     return text
-
-
-def _of(rows: Iterable[Row], measure: str) -> list[Row]:
-    return [row for row in rows if row["measure"] == measure]
 
 
 def _us(times: Row, name: str) -> str:

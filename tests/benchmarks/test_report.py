@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.__main__ import main
 
-from benchmarks import report, report_gpu
+from benchmarks import report, report_gpu, tables
 
 pytestmark = pytest.mark.transformers
 
@@ -44,7 +44,7 @@ def test_a_loss_is_shown_as_one():
 
 def test_every_table_without_results_says_so():
     sections = report.all_sections([])
-    assert all(report.NOT_MEASURED in sections[name] for name in ("layer", "layer-short", "selection", "memory"))
+    assert all(tables.NOT_MEASURED in sections[name] for name in ("layer", "layer-short", "selection", "memory"))
 
 
 def test_figures_come_with_command_commit_and_machine():
@@ -89,11 +89,11 @@ def test_the_gpu_table_shows_stages_ratio_and_floor():
     spread = {stage: {"median_us": time, "p20_us": time, "p80_us": time} for stage, time in stages.items()}
     row = {"name": "1 x 8192", "floor_us": 3.0, "flashqsa": spread, "vllm": None}
     assert "| 1 x 8192 | not measured | 30.0 (10.0 / 20.0) | not measured | 3.0 | 10 % |" in report_gpu.decode_table(
-        report._table, [row]
+        [row]
     )
     faster = {stage: {"median_us": spread[stage]["median_us"] / 2} for stage in spread}
     assert "| 15.0 (5.0 / 2.5 / 10.0) | 30.0 (10.0 / 20.0) | 2.00 |" in report_gpu.decode_table(
-        report._table, [row | {"vllm": faster}]
+        [row | {"vllm": faster}]
     )
 
 
@@ -104,10 +104,10 @@ def test_tables_of_long_chunks_show_losses_and_what_was_not_measured():
         "heads": [24, 2], "churn": 0.05, "useful_tflops": 90.0, "floors_us": {"select": 80.0, "attend": 530.0},
         "times": {name: {"median_us": us} for name, us in times.items()},
     }  # fmt: skip
-    text = report_gpu.prefill_table(report._table, [row])
+    text = report_gpu.prefill_table([row])
     assert "| 1 x 8,192 at 32,768 | 0.77 | 0.20 ms | 0.30 ms | 1.50 | 0.08 | 3.00 ms | 1.50 ms | 0.50 | 0.53 |" in text
-    text = report_gpu.attend_table(report._table, [row])
+    text = report_gpu.attend_table([row])
     assert "| 24/2 | 1 x 8,192 at 32,768 | 0.05 | 3,000.0 | 1,500.0 | 0.50 | not measured | 530.0 | 90 |" in text
     prepared = {"name": "1 x 1 rows", "floor_us": 1.0, "times": {"flashqsa": {"median_us": 9.0}}}
-    text = report_gpu.prepare_table(report._table, [prepared])
+    text = report_gpu.prepare_table([prepared])
     assert "| 1 x 1 rows | not measured | 9.0 | not measured | not measured | 1.0 |" in text
