@@ -19,7 +19,7 @@ from flashqsa.attention.tokens import RowTokens
 from flashqsa.cache import LayerCache
 from flashqsa.errors import UnsupportedError
 from flashqsa.plan import plan_step
-from flashqsa.testing.compiling import SHARED_BYTES, Launch, recorded_launches
+from flashqsa.testing.compiling import SHARED_BYTES, Launch, launch_source, recorded_launches
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -70,21 +70,7 @@ def _compile(launch: Launch) -> Any:
     """Compile a recorded launch of a Gluon kernel for sm_90."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    names = {FP32: "*fp32", FP16: "*fp16", BF16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
-    kernel = launch.kernel
-    constants = {kernel.params[i].name for i in kernel.constexprs}
-    signature, constexprs, attrs = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        value = launch.arguments[name]
-        if name in constants:
-            signature[name], constexprs[(index,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name], attrs[(index,)] = names[value.dtype], [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0:
-                attrs[(index,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource(kernel, signature, constexprs, attrs)
+    source = launch_source(launch, GluonASTSource)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
 
 

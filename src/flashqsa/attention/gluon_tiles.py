@@ -343,7 +343,7 @@ def _attend_tiles_gluon_kernel(
             )  # fmt: skip
 
 
-def gluon_tiles_refusal(q, cache, plan, tokens):
+def gluon_tiles_refusal(q, cache, plan, tokens, softmax_scale, parts):
     """Why `attend_tiles_gluon` does not serve a call, None where it does. The plain form serves them all.
 
     Args:
@@ -351,6 +351,8 @@ def gluon_tiles_refusal(q, cache, plan, tokens):
         cache: Caches of the layer.
         plan: The step.
         tokens: `RowTokens` of all T rows.
+        softmax_scale: Multiplies the scores.
+        parts: As in `attend_tiles_gluon`.
     """
     q_heads, dim = q.shape[1:]
     pages = (cache.k_pages, cache.v_pages)
@@ -360,8 +362,6 @@ def gluon_tiles_refusal(q, cache, plan, tokens):
         return f"queries, keys and values must be bf16 or fp16, all the same, got {q.dtype} and {pages[0].dtype}"
     if dim not in HEAD_DIMS:
         return f"the head dim must be one of {HEAD_DIMS}, got {dim}"
-    if q_heads // cache.kv_heads > 128:
-        return f"at most 128 heads may share keys, got {q_heads // cache.kv_heads}"
     if tokens.unit_tokens not in UNIT_TOKENS:
         return f"a unit must have one of {UNIT_TOKENS} tokens, got {tokens.unit_tokens}"
     if plan.page_table is None:
@@ -371,6 +371,10 @@ def gluon_tiles_refusal(q, cache, plan, tokens):
     rows = (*pages, q)
     if any(x.stride(-1) != 1 or x.data_ptr() % 16 or any(n % 8 for n in x.stride()[:-1]) for x in rows):
         return "rows of queries, keys and values must begin at multiples of 16 bytes"
+    if not softmax_scale > 0:
+        return f"the softmax scale must be above 0, got {softmax_scale}"
+    if q_heads // cache.kv_heads > 64 * parts:
+        return f"at most {64 * parts} heads may share keys at {parts} parts, got {q_heads // cache.kv_heads}"
     return None
 
 
@@ -396,11 +400,7 @@ def attend_tiles_gluon(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
     Raises:
         UnsupportedError: `gluon_tiles_refusal` says why.
     """
-    refusal = gluon_tiles_refusal(q, cache, plan, tokens)
-    if refusal is None and not softmax_scale > 0:
-        refusal = f"the softmax scale must be above 0, got {softmax_scale}"
-    if refusal is None and q.shape[1] // cache.kv_heads > 64 * parts:
-        refusal = f"at most {64 * parts} heads may share keys at {parts} parts, got {q.shape[1] // cache.kv_heads}"
+    refusal = gluon_tiles_refusal(q, cache, plan, tokens, softmax_scale, parts)
     if refusal is not None:
         raise UnsupportedError(f"attend_tiles_gluon: the call must be one that it serves: {refusal}. Use plain tiles.")
     q_heads, dim = q.shape[1:]

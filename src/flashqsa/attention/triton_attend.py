@@ -38,8 +38,7 @@ def _gluon_serves(q, cache, plan, tokens, softmax_scale):
         return False
     from flashqsa.attention.gluon_tiles import gluon_tiles_refusal
 
-    group = q.shape[1] // cache.kv_heads
-    return group <= 64 and softmax_scale > 0 and gluon_tiles_refusal(q, cache, plan, tokens) is None
+    return gluon_tiles_refusal(q, cache, plan, tokens, softmax_scale, parts=1) is None
 
 
 def attend_triton(q, cache, plan, tokens, softmax_scale, *, row_exact, gate, out, lse):

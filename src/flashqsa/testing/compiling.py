@@ -78,8 +78,13 @@ def recorded_launches() -> Iterator[list[Launch]]:
         JITFunction.run = run
 
 
-def compile_launch(launch: Launch, arch: int) -> Compiled:
-    """Compile a recorded launch for one architecture."""
+def launch_source(launch: Launch, kind: Any = ASTSource) -> Any:
+    """What Triton's compiler compiles of a recorded launch.
+
+    Args:
+        launch: The launch.
+        kind: Class of the source: Gluon kernels have one of their own.
+    """
     kernel = launch.kernel
     constants = {kernel.params[i].name for i in kernel.constexprs}
     signature, constexprs, attrs = {}, {}, {}
@@ -96,8 +101,12 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0:
                 attrs[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs, attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+    return kind(kernel, signature, constexprs, attrs)
+
+
+def compile_launch(launch: Launch, arch: int) -> Compiled:
+    """Compile a recorded launch for one architecture."""
+    compiled = triton.compile(launch_source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
     registers, spill_bytes = _resources(compiled.asm["cubin"])
     return Compiled(registers, spill_bytes, compiled.metadata.shared, compiled.asm["ptx"])
 
