@@ -33,6 +33,7 @@ from flashqsa.testing import (
     guarded,
     oracles,
     poison,
+    poison_slots,
     snapshot,
     stream,
 )
@@ -355,6 +356,25 @@ def _alone(case: StepCase, request: int, **changes: Any) -> StepCase:
         case, name=f"{case.name} alone", requests=(case.requests[request],), padding_rows=0, padding_requests=0,
         request_seeds=(case.request_seed(request),), **changes,
     )  # fmt: skip
+
+
+def _unseen_poisoned(step: Step, token_lists: Sequence[Sequence[int]], keys: bool = True) -> Step:
+    """The step with NaN in K and V of every token that no row of its request attends."""
+    k_pages, v_pages = step.cache.k_pages.clone(), step.cache.v_pages.clone()
+    for request in step.requests:
+        attended = {token for row, _ in request.rows() for token in token_lists[row]}
+        spare = [token for token in range(request.seq_len) if token not in attended]
+        assert spare or request.seq_len < 30
+        poison_slots(v_pages, request.slot_ids[spare])
+        if keys:
+            poison_slots(k_pages, request.slot_ids[spare])
+    return dataclasses.replace(step, cache=dataclasses.replace(step.cache, k_pages=k_pages, v_pages=v_pages))
+
+
+@pytest.fixture
+def unseen_poisoned() -> Callable[..., Step]:
+    """`unseen_poisoned(step, token_lists, keys=True)`: NaN in V, and K, where no row of the request attends."""
+    return _unseen_poisoned
 
 
 @pytest.fixture

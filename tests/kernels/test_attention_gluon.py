@@ -20,7 +20,6 @@ from flashqsa.testing import (
     guarded,
     make_step,
     poison,
-    poison_slots,
     snapshot,
 )
 
@@ -166,21 +165,14 @@ def test_fault_12_chunks_cut_at_tiles_have_the_same_bits(parts: int, device: tor
             assert_bitwise_equal(got[1][rows], wanted[1][start:end], f"lse of {start} to {end}")
 
 
-def test_fault_45_nan_where_no_row_of_a_request_attends(device: torch.device, choose: Any, row_lists: Any) -> None:
+def test_fault_45_nan_where_no_row_of_a_request_attends(
+    device: torch.device, choose: Any, row_lists: Any, unseen_poisoned: Any
+) -> None:
     step = make_step(dataclasses.replace(_only(SMALL), topk_blocks=3), seed=76, device=device)
     selection = choose(step, noise=0.1)
     wanted, _ = _attend(step, selection)
     assert bool(torch.isfinite(wanted[0]).all())
-    lists = row_lists(step, selection)
-    k_pages, v_pages = step.cache.k_pages.clone(), step.cache.v_pages.clone()
-    for request in step.requests:
-        attended = {token for row, _ in request.rows() for token in lists[row]}
-        spare = [token for token in range(request.seq_len) if token not in attended]
-        assert spare or request.seq_len < 30
-        poison_slots(v_pages, request.slot_ids[spare])
-        poison_slots(k_pages, request.slot_ids[spare])
-    cache = dataclasses.replace(step.cache, k_pages=k_pages, v_pages=v_pages)
-    got, _ = _attend(dataclasses.replace(step, cache=cache), selection)
+    got, _ = _attend(unseen_poisoned(step, row_lists(step, selection)), selection)
     assert_bitwise_equal(got[0], wanted[0], "output")
     assert_bitwise_equal(got[1], wanted[1], "lse")
 

@@ -213,24 +213,17 @@ def test_fault_44_shards_merge_exactly(
 
 @pytest.mark.parametrize("kind", ["no row", "rows of other requests"])
 def test_fault_45_nan_where_no_row_attends(
-    kind: str, dtype: torch.dtype, device: torch.device, choose: Any, attend_hostile: Any, row_lists: Any
-) -> None:
+    kind: str, dtype: torch.dtype, device: torch.device, choose: Any, attend_hostile: Any, row_lists: Any,
+    unseen_poisoned: Any,
+) -> None:  # fmt: skip
     """K and V are NaN wherever no row of the request selected: no bit changes."""
     case = StepCase("nan", ((150, 1), (100, 4), (0, 20), (80, 1)), topk_blocks=3, dtype=dtype, head_dim=32)
     step = make_step(case, seed=42, device=device)
     selection = choose(step, noise=0.1)
     wanted = attend_hostile(step, selection)
     assert bool(torch.isfinite(wanted[0]).all())
-    lists = row_lists(step, selection)
-    k_pages, v_pages = step.cache.k_pages.clone(), step.cache.v_pages.clone()
-    for request in step.requests:
-        attended = {token for row, _ in request.rows() for token in lists[row]}
-        spare = [token for token in range(request.seq_len) if token not in attended]
-        poison_slots(v_pages, request.slot_ids[spare])
-        if kind == "rows of other requests":
-            poison_slots(k_pages, request.slot_ids[spare])
-    cache = dataclasses.replace(step.cache, k_pages=k_pages, v_pages=v_pages)
-    got = attend_hostile(dataclasses.replace(step, cache=cache), selection)
+    poisoned = unseen_poisoned(step, row_lists(step, selection), keys=kind == "rows of other requests")
+    got = attend_hostile(poisoned, selection)
     assert_bitwise_equal(got[0], wanted[0], "output")
     assert_bitwise_equal(got[1], wanted[1], "lse")
 
