@@ -155,10 +155,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def dense_masks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What transformers builds dense masks with raises for a model that runs on FlashQSA, unless `allowed` is set."""
+    """What transformers builds dense masks with raises for a model that runs on FlashQSA, unless `allowed` is set.
+
+    While `inside` holds anything it raises for every model.
+    """
     from transformers import AttentionMaskInterface, masking_utils
 
-    guard = SimpleNamespace(allowed=False)
+    guard = SimpleNamespace(allowed=False, inside=[])
 
     def refusing(name: str) -> Callable[..., Any]:
         dense = getattr(masking_utils, name)
@@ -166,7 +169,8 @@ def dense_masks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def mask(*args: Any, **kwargs: Any) -> Any:
             name_in_config = getattr(kwargs.get("config"), "_attn_implementation", None)
             on_flashqsa = hf.replacing.class_attributes or name_in_config == hf.masks.MASK_NAME
-            assert guard.allowed or not on_flashqsa, f"{name} was called while FlashQSA was enabled"
+            refused = guard.inside or (on_flashqsa and not guard.allowed)
+            assert not refused, f"{name} was called while FlashQSA was enabled"
             return dense(*args, **kwargs)
 
         return mask

@@ -134,38 +134,27 @@ def only_qsa() -> Shape:
     return Shape(2, 4, 36, (3, 40), (4, 2, 32), 0.5, (QSA, QSA), 0, 131)
 
 
+@pytest.fixture
+def model(make_model: Any, plain_shape: Any) -> Any:
+    """A model of the plain shape."""
+    return make_model(plain_shape)
+
+
 On = Callable[..., AbstractContextManager[Any]]
 
 
-@pytest.fixture(autouse=True)
-def on(monkeypatch: pytest.MonkeyPatch) -> On:
-    """FlashQSA on a model, as `hf.enabled`; there transformers' functions that build dense masks raise."""
-    from transformers import AttentionMaskInterface, masking_utils
-
-    inside: list[bool] = []
-
-    def refusing(name: str) -> Callable[..., Any]:
-        dense = getattr(masking_utils, name)
-
-        def mask(*args: Any, **kwargs: Any) -> Any:
-            assert not inside, f"{name} was called while FlashQSA was enabled"
-            return dense(*args, **kwargs)
-
-        return mask
-
-    for key in ("sdpa", "eager"):
-        mask = refusing(f"{key}_mask")
-        monkeypatch.setattr(masking_utils, f"{key}_mask", mask)
-        monkeypatch.setitem(AttentionMaskInterface._global_mapping, key, mask)
+@pytest.fixture
+def on(dense_masks: Any) -> On:
+    """FlashQSA on a model, as `hf.enabled`; there what builds dense masks in transformers raises for any model."""
 
     @contextmanager
     def enabled(model: Any = None, **options: Any) -> Iterator[Any]:
         with hf.enabled(model, **options):
-            inside.append(True)
+            dense_masks.inside.append(True)
             try:
                 yield model
             finally:
-                inside.pop()
+                dense_masks.inside.pop()
 
     return enabled
 

@@ -13,11 +13,6 @@ TOKENS = 90
 
 
 @pytest.fixture
-def model(make_model: Any, plain_shape: Any) -> Any:
-    return make_model(plain_shape)
-
-
-@pytest.fixture
 def prompt(make_tokens: Any) -> torch.Tensor:
     return make_tokens(2, TOKENS)
 

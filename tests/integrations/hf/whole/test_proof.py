@@ -12,11 +12,6 @@ from flashqsa.errors import ArgumentError, UnsupportedError
 from flashqsa.integrations import hf
 
 
-@pytest.fixture
-def model(make_model: Any, plain_shape: Any) -> Any:
-    return make_model(plain_shape)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("by_class", [False, True])
 def test_fault_55_the_report_tells_the_sparse_path_from_the_dense_one(

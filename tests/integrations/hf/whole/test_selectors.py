@@ -14,11 +14,6 @@ from flashqsa.testing import assert_within_budget
 
 
 @pytest.fixture
-def model(make_model: Any, plain_shape: Any) -> Any:
-    return make_model(plain_shape)
-
-
-@pytest.fixture
 def inputs(make_tokens: Any, plain_shape: Any) -> dict[str, torch.Tensor]:
     prompt = make_tokens(2, plain_shape.prompt)
     mask = torch.ones_like(prompt)
