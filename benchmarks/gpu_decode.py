@@ -91,10 +91,17 @@ class Workload:
 
     def score(self) -> None:
         """The first kernel of selection, by itself."""
-        from flashqsa.selection.triton_scores import score_blocks_triton
+        from flashqsa.selection.row_levels import RowLevels
+        from flashqsa.selection.triton_scores import score_blocks_triton, score_kernel_config
 
-        sms = multiprocessors(self.q.device)
-        score_blocks_triton(self.index_q, self.cache, self.plan, self.scores, 0, TOPK, multiprocessors=sms)
+        rows, blocks = self.scores.shape
+        config = score_kernel_config(self.index_q, self.cache, self.plan, rows)
+        levels = RowLevels.of(blocks, TOPK, config.block_m)
+        largest = self.plan.scratch("select.largest", (rows, levels.numbers()), torch.float32) if levels.given else None
+        score_blocks_triton(
+            self.index_q, self.cache, self.plan, self.scores, 0, TOPK, config=config,
+            multiprocessors=multiprocessors(self.q.device), largest=largest, levels=levels,
+        )  # fmt: skip
 
     def select(self) -> None:
         """Selection, as a caller runs it."""

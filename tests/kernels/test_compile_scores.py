@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from flashqsa.cache import LayerCache
 from flashqsa.plan import plan_step
 from flashqsa.selection import triton_scores
+from flashqsa.selection.row_levels import RowLevels
 from flashqsa.testing.compiling import SHARED_BYTES, Launch, compile_launch, recorded_launches
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -60,10 +61,14 @@ def _launch(variant: Variant) -> Launch:
     )  # fmt: skip
     q = torch.zeros(1, variant.heads, variant.dim).to(variant.q_dtype).expand(requests * rows, -1, -1)
     scores = torch.empty(min(requests * rows, 2048), 32768, device="meta")
+    cache = LayerCache(kv, kv, keys, None, None)
     with pytest.MonkeyPatch.context() as patch, recorded_launches() as launches:
         patch.setattr(triton_scores, "_is_hopper", lambda device: True)
+        config = triton_scores.score_kernel_config(q, cache, plan, len(scores))
+        levels = RowLevels.of(scores.shape[1], 512, config.block_m)
+        largest = torch.empty(len(scores), levels.numbers(), device="meta")
         triton_scores.score_blocks_triton(
-            q, LayerCache(kv, kv, keys, None, None), plan, scores, 0, 512, multiprocessors=132
+            q, cache, plan, scores, 0, 512, config=config, multiprocessors=132, largest=largest, levels=levels
         )
     (launch,) = launches
     return launch

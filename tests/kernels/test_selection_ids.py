@@ -8,27 +8,32 @@ from typing import Any
 import pytest
 import torch
 
-from flashqsa.selection import select_blocks, triton_topk
+from flashqsa.selection import row_levels, select_blocks, triton_topk
+from flashqsa.selection.row_levels import RowLevels
 from flashqsa.testing import assert_bitwise_equal, assert_same_selection, oracles, stream
 
 FORMS = {
-    "no groups": (512, 1, False),
-    "no groups, bins": (512, 1, True),
-    "groups": (128, 1, False),
-    "groups, shared": (128, 2, True),
-    "groups of groups": (64, 1, False),
-    "groups of groups, shared": (64, 5, True),
+    "no groups": (512, 8, False),
+    "no groups, bins": (512, 8, True),
+    "groups": (128, 8, False),
+    "groups, bins": (128, 8, True),
+    "groups of groups": (64, 4, False),
+    "groups of groups, bins": (64, 4, True),
+    "levels above the tile": (32, 2, True),
 }
-"""Scores a program, programs a row, bins or not; a row of 300 scores and K = 16 has these groups."""
+"""Numbers that a program holds, numbers of a group, bins or not; a row of 300 scores and K = 16 has these groups."""
 
 
-def _take(monkeypatch: pytest.MonkeyPatch, block: int, chunks: int, bins: bool) -> None:
+def _take(monkeypatch: pytest.MonkeyPatch, block: int, group: int, bins: bool) -> None:
     """Kernels of this form, whatever the shape, of at least twice the budget."""
 
-    def choose(rows: int, width: int, topk: int, multiprocessors: int) -> triton_topk.TopKernelConfig:
-        return triton_topk.TopKernelConfig(max(block, 1 << (2 * topk - 1).bit_length()), chunks, bins, 4)
+    def choose(rows: int, block: int, multiprocessors: int) -> triton_topk.TopKernelConfig:
+        return triton_topk.TopKernelConfig(bins, 4)
 
     monkeypatch.setattr(triton_topk.TopKernelConfig, "choose", choose)
+    monkeypatch.setattr(row_levels, "LEAST_BLOCK", block)
+    monkeypatch.setattr(row_levels, "MOST_BLOCK", block)
+    monkeypatch.setattr(row_levels, "MOST_GROUP", group)
 
 
 @pytest.fixture(params=FORMS)
@@ -39,13 +44,23 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return name
 
 
-def test_rows_of_300_scores_have_the_groups_that_forms_name() -> None:
-    assert [triton_topk.row_groups(300, 16, block)[1:3] for block in (512, 128, 64)] == [(32, 1), (8, 2), (4, 3)]
+def test_rows_of_300_scores_have_the_levels_that_forms_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for block, group, bins in list(FORMS.values())[::2]:
+        _take(monkeypatch, block, group, bins)
+        levels = RowLevels.of(300, 16, 64)
+        found.append((levels.block, levels.group, levels.levels, levels.given))
+    assert found == [(512, 8, 1, 0), (128, 8, 2, 1), (64, 4, 3, 2), (32, 2, 5, 4)]
 
 
-def test_blocks_that_a_program_holds() -> None:
-    assert [triton_topk.block_scores(width, 512, 8) for width in (1, 65, 2048, 2049)] == [64, 128, 2048, 4096]
-    assert [triton_topk.block_scores(1 << 20, topk, 4) for topk in (1, 512, 4096, 10000)] == [2048, 2048, 16384, 32768]
+def test_levels_of_a_row() -> None:
+    assert [RowLevels.of(width, 512, 64).block for width in (1, 65, 2048, 2049)] == [64, 128, 2048, 4096]
+    assert [RowLevels.of(1 << 20, topk, 64).block for topk in (1, 512, 4096, 10000)] == [2048, 4096, 16384, 32768]
+    long = RowLevels.of(262144, 512, 64)
+    assert (long.group, long.levels, long.given, long.span) == (8, 3, 2, 262144)
+    assert long.numbers() == 262144 // 8 + 262144 // 64
+    assert RowLevels.of(262144, 512, 32).given == 1, "groups of 64 do not fit into tiles of 32"
+    assert RowLevels.of(300, 16, 64).numbers() == 0, "a short row has no levels"
 
 
 def _plateaus() -> dict[str, list[float]]:
@@ -103,13 +118,13 @@ def test_budgets_that_are_no_power_of_two(topk_blocks: int, scored_rows: Any, se
         assert_same_selection(selection, [oracles.select_best(scores, topk_blocks)])
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("group", [2, 8])
 @pytest.mark.parametrize("topk_blocks", [7, 48, 64])
 def test_groups_of_odd_budgets(
-    topk_blocks: int, chunks: int, scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
+    topk_blocks: int, group: int, scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups that end in the middle, K groups that do not fill a program."""
-    _take(monkeypatch, 64, chunks, chunks == 1)
+    _take(monkeypatch, 64, group, group == 2)
     for blocks in (65, 129, 300, 511):
         scores = [float(int(20 * x)) for x in torch.rand(blocks, generator=stream(4, blocks)).tolist()]
         for return_scores in (False, True):
@@ -155,8 +170,8 @@ def test_fault_3_rows_packed_in_one_bin(blocks: int, kind: str, scored_rows: Any
 
 
 def test_scratch_of_a_plan_is_used_again(scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launch counts is ready for the next; what it left in the scratch changes nothing."""
-    _take(monkeypatch, 64, 3, False)
+    """What a launch left in the scratch changes nothing of the next."""
+    _take(monkeypatch, 64, 4, False)
     noise = torch.rand(300, generator=stream(10))
     inputs = scored_rows(noise.tolist(), seed=10, rows=2)
     first = select(inputs)
@@ -169,7 +184,7 @@ def test_best_blocks_in_one_group_and_in_one_each(
     scored_rows: Any, select: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups that tie with each other, groups whose best is NaN, the last group cut short."""
-    _take(monkeypatch, 64, 1, False)
+    _take(monkeypatch, 64, 4, False)
     noise = torch.rand(299, generator=stream(11)).tolist()
     for scores in (
         [3.0 if 40 <= g < 56 else noise[g] for g in range(299)],
@@ -183,7 +198,7 @@ def test_best_blocks_in_one_group_and_in_one_each(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form_taken", [None, (2048, 1, False), (4096, 7, True)], ids=["own", "walk", "guesses"])
+@pytest.mark.parametrize("form_taken", [None, (1024, 2, False), (2048, 4, True)], ids=["own", "guesses", "bins"])
 @pytest.mark.parametrize("blocks", [65504, 70000, 262144])
 def test_fault_3_long_rows(
     blocks: int,

@@ -10,7 +10,7 @@ import torch
 
 from flashqsa.cache import LayerCache
 from flashqsa.plan import plan_step
-from flashqsa.selection import select_blocks, triton_topk
+from flashqsa.selection import row_levels, select_blocks
 from flashqsa.selection.plain import least_workspace_bytes
 from flashqsa.selection.triton_scores import ScoreKernelConfig, score_blocks_triton
 from flashqsa.testing import (
@@ -220,8 +220,8 @@ def test_workspaces_and_passes_change_no_bit(
         got = select(step, return_scores=True, workspace_bytes=workspace_bytes)
         for name in NAMES:
             assert_bitwise_equal(getattr(got, name), getattr(wanted, name), f"{name}, {workspace_bytes} bytes")
-    monkeypatch.setattr(triton_topk, "BLOCK", 32)
-    monkeypatch.setattr(triton_topk, "MOST_BLOCK", 32)
+    monkeypatch.setattr(row_levels, "LEAST_BLOCK", 32)
+    monkeypatch.setattr(row_levels, "MOST_BLOCK", 32)
     for workspace_bytes in (least, 1 << 30):
         fresh = make_step(case, seed=17, device=device)
         got = select(fresh, return_scores=True, workspace_bytes=workspace_bytes)

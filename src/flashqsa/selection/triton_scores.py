@@ -4,7 +4,10 @@
 Every phase runs this product: K order and the order of heads are fixed and accumulation is fp32, so a row's scores are
 the same whether 1 or 64 rows share the tile. Keys are read once for all rows and heads of a request's tile.
 
-Bytes: M * Di keys a request (256 B a block in bf16), M * 4 scores a row.
+The largest score of each group of blocks (row_levels.py) is written beside the scores, so that the search for the best
+reads few of them.
+
+Bytes: M * Di keys a request (256 B a block in bf16), M * 4 scores a row and a seventh of that for the largest ones.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +18,7 @@ import triton.language as tl
 
 from flashqsa.checks import FP8
 from flashqsa.launching import overlapping, wait_for_previous
+from flashqsa.selection.row_levels import level_numbers
 
 
 @triton.jit
@@ -65,111 +69,156 @@ def _second_pairs(words):
 
 
 @triton.jit
-def _load_columns(at, columns, width, WHOLE: tl.constexpr):
-    """Load [BLOCK_M, columns], zero from `width` on; without a mask where there is nothing to mask."""
-    if WHOLE:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=(columns < width)[None, :], other=0.0)
+def _widen(words, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[ROWS, BLOCK_D // 2] words of two e4m3 numbers to [ROWS, BLOCK_D] fp16: all first pairs, then all second ones."""
+    halves = tl.permute(tl.join(_first_pairs(words), _second_pairs(words)), (0, 2, 1))
+    return tl.reshape(halves, (ROWS, BLOCK_D))
 
 
 @triton.jit
-def _load_page_ids(table_ptr, block_start, m, last, PAGE_BLOCKS: tl.constexpr, WHOLE_PAGES: tl.constexpr):
+def _key_of_row(m):
+    """Block of a tile that row m of the product stands for.
+
+    Rows r and r + 8, which one thread holds of an accumulator, are blocks 2 r and 2 r + 1.
+    """
+    return m // 16 * 16 + m % 8 * 2 + m // 8 % 2
+
+
+@triton.jit
+def _in_block_order(total, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
+    """Rows of the product back in the order of blocks: no number moves to another thread."""
+    parts = tl.permute(tl.reshape(total, (BLOCK_M // 16, 2, 8, ROWS)), (0, 2, 1, 3))
+    return tl.reshape(parts, (BLOCK_M, ROWS))
+
+
+@triton.jit
+def _store_largest(
+    total, to_largest, block_start, span, scored,
+    GIVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the levels of a tile of scores [BLOCK_M, ROWS]; NaN beside numbers is ignored."""
+    best = total
+    for depth in tl.static_range(1, GIVEN + 1):
+        best = tl.max(tl.reshape(best, (BLOCK_M // GROUP**depth, GROUP, ROWS)), 1)
+        at = block_start // GROUP**depth + tl.arange(0, BLOCK_M // GROUP**depth)
+        tl.store(to_largest + at[:, None], best, mask=scored[None, :])
+        to_largest += level_numbers(span, GROUP**depth)
+
+
+@triton.jit
+def _load_page_ids(table_ptr, block_start, m, end, PAGE_BLOCKS: tl.constexpr, WHOLE_PAGES: tl.constexpr):
     column = block_start // PAGE_BLOCKS + m // PAGE_BLOCKS if WHOLE_PAGES else (block_start + m) // PAGE_BLOCKS
-    return tl.load(table_ptr + column, mask=block_start + m < last, other=0)
+    return tl.load(table_ptr + column, mask=block_start + m < end, other=0)
 
 
-@triton.jit(do_not_specialize=["num_pages", "num_rows", "first_row", "least_blocks"])
+@triton.jit(
+    do_not_specialize=["num_pages", "num_rows", "first_row", "least_blocks", "table_blocks", "span", "stride_l"]
+)
 def _score_blocks_kernel(
-    q_ptr, keys_ptr, scores_ptr, query_starts_ptr, seq_lens_ptr, visible_ptr, page_table_ptr, first_blocks_ptr,
-    num_pages, num_rows, first_row, least_blocks, stride_qt, stride_qh, stride_kp, stride_kb, stride_pr, stride_st,
-    row_tiles,
+    q_ptr, keys_ptr, scores_ptr, largest_ptr, query_starts_ptr, seq_lens_ptr, visible_ptr, page_table_ptr,
+    first_blocks_ptr, num_pages, num_rows, first_row, least_blocks, stride_qt, stride_qh, stride_kp, stride_kb,
+    stride_pr, stride_st, row_tiles, table_blocks, span, stride_l,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr, PAGED: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, ONE_ROW: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr, Q_WORDS: tl.constexpr,
+    STAGES: tl.constexpr, GIVEN: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
     tile = tl.program_id(0) % row_tiles  # row tiles next to each other read the same keys at the same time
     request = tl.program_id(0) // row_tiles
-    chunk, chunks = tl.program_id(1), tl.num_programs(1)
+    first, step = tl.program_id(1) * BLOCK_M, tl.num_programs(1) * BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    key = _key_of_row(m)
+    WHOLE_PAGES: tl.constexpr = BLOCK_M % PAGE_BLOCKS == 0
+    # what needs no other load comes first: every further trip to memory delays a program that has few tiles
+    if PAGED:
+        table_ptr = page_table_ptr + request.to(tl.int64) * stride_pr
+        next_page = _load_page_ids(table_ptr, first, key, table_blocks, PAGE_BLOCKS, WHOLE_PAGES)
+    else:
+        first_block = tl.load(first_blocks_ptr + request).to(tl.int64)
     start = tl.load(query_starts_ptr + request)
     end = tl.minimum(tl.load(query_starts_ptr + request + 1), num_rows)
     live = tl.load(seq_lens_ptr + request) > 0
-    start = tl.maximum(start, first_row) + tile * ROWS
-    # rows within the budget select everything: not scored
+    k = tl.arange(0, BLOCK_D)
+    # K order: as stored; of e4m3 keys numbers 0 1 4 5 8 9 .., then 2 3 6 7 10 11 .., the halves of pairs of words
+    d = 2 * (k % (BLOCK_D // 2)) - k % 2 + k // (BLOCK_D // 2) * 2 if PAIRS else k
+    in_d = (d < DIM)[None, :]
+    WIDTH: tl.constexpr = BLOCK_D // 2 if WORDS else BLOCK_D
+    key_columns = tl.arange(0, WIDTH) if WORDS else d
+    q_columns = tl.arange(0, BLOCK_D // 2) if Q_WORDS else d
+    in_q = (2 * q_columns < DIM if Q_WORDS else q_columns < DIM)[None, :]
+    n = tl.arange(0, PADDED_HEADS * ROWS)  # columns lie head by head: a thread holds all heads of its rows
+    head, column_row = n // ROWS, n % ROWS
+    of_q = column_row.to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + q_columns[None, :]
     if ONE_ROW:
-        # the usual row of a request is at hand one trip to memory earlier
-        guess = tl.load(visible_ptr + request, mask=request < num_rows, other=0)
+        # the usual row of a request, read before it is known to be that row
+        in_column = (head < HEADS) & (column_row == 0)
+        usual = in_column & (request + column_row < num_rows) & (request + column_row >= first_row)
+        at = q_ptr + request.to(tl.int64) * stride_qt + of_q
+        q = tl.load(at, mask=usual[:, None] & in_q, other=0.0)
+        visible = tl.load(visible_ptr + request, mask=request < num_rows, other=0)
+    start = tl.maximum(start, first_row) + tile * ROWS
+    at = q_ptr + start.to(tl.int64) * stride_qt + of_q
+    if ONE_ROW:
         here = live & (start < end)
-        visible = tl.load(visible_ptr + start, mask=here & (start != request), other=guess)
+        moved = in_column & (start + column_row < end) & (start + column_row != request)
+        q = tl.load(at, mask=moved[:, None] & in_q, other=q)
+        visible = tl.load(visible_ptr + start, mask=here & (start != request), other=visible)
         most = tl.where(here & (visible > least_blocks), visible, 0)
     else:
+        in_column = (head < HEADS) & (start + column_row < end)
+        q = tl.load(at, mask=in_column[:, None] & in_q, other=0.0)
         rows = start + tl.arange(0, ROWS)
         visible = tl.load(visible_ptr + rows, mask=rows < end, other=0)
+        # rows within the budget select everything: not scored
         visible = tl.where(live & (visible > least_blocks), visible, 0)
         most = tl.max(visible, 0)
         scored = visible > 0
         least = tl.min(tl.where(scored, visible, most), 0)
-    tiles = tl.cdiv(most, BLOCK_M)
-    first = (chunk * tiles) // chunks * BLOCK_M
-    last = tl.minimum((chunk * tiles + tiles) // chunks * BLOCK_M, most)
-    if first >= last:
+    if first >= most:
         return
-    n = tl.arange(0, PADDED_HEADS * ROWS)  # columns lie head by head: a thread holds all heads of its rows
-    head = n // ROWS
-    column_rows = start + n % ROWS
-    in_column = ((head < HEADS) & (column_rows < end))[:, None]
-    # K order: as stored, or of e4m3 in two halves, numbers 0 1 4 5 8 9 .. and 2 3 6 7 10 11 ..
-    columns = tl.arange(0, BLOCK_D // 2 if PAIRS else BLOCK_D)
-    d = 2 * columns - columns % 2 if PAIRS else columns
-    at = q_ptr + column_rows.to(tl.int64)[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
-    q = tl.trans(tl.load(at, mask=in_column & (d < DIM)[None, :], other=0.0).to(DTYPE))
-    if PAIRS:
-        second_q = tl.trans(tl.load(at + 2, mask=in_column & (d + 2 < DIM)[None, :], other=0.0).to(DTYPE))
+    q = tl.trans(_widen(q, PADDED_HEADS * ROWS, BLOCK_D) if Q_WORDS else q.to(DTYPE))
     scores_ptr += (start - first_row).to(tl.int64) * stride_st
     to_rows = scores_ptr + tl.arange(0, ROWS).to(tl.int64)[None, :] * stride_st
-    m = tl.arange(0, BLOCK_M)
-    WHOLE_PAGES: tl.constexpr = BLOCK_M % PAGE_BLOCKS == 0
-    WHOLE: tl.constexpr = DIM == BLOCK_D
-    if PAGED:
-        table_ptr = page_table_ptr + request.to(tl.int64) * stride_pr
-        next_page = _load_page_ids(table_ptr, first, m, last, PAGE_BLOCKS, WHOLE_PAGES)
-    else:
-        first_block = tl.load(first_blocks_ptr + request).to(tl.int64)
-    for block_start in tl.range(first, last, BLOCK_M, num_stages=STAGES):
-        blocks = block_start + m
+    largest_ptr += (start - first_row).to(tl.int64) * stride_l
+    to_largest = largest_ptr + tl.arange(0, ROWS).to(tl.int64)[None, :] * stride_l
+    for block_start in tl.range(first, most, step, num_stages=STAGES):
         if PAGED:  # page ids are carried: the loads of keys, some tiles ahead, never wait for them
             page = next_page
-            next_page = _load_page_ids(table_ptr, block_start + BLOCK_M, m, last, PAGE_BLOCKS, WHOLE_PAGES)
-            place = m % PAGE_BLOCKS if WHOLE_PAGES else blocks % PAGE_BLOCKS
+            next_page = _load_page_ids(table_ptr, block_start + step, key, most, PAGE_BLOCKS, WHOLE_PAGES)
+            place = key % PAGE_BLOCKS if WHOLE_PAGES else (block_start + key) % PAGE_BLOCKS
         else:
-            slot = first_block + tl.minimum(blocks, last - 1)
+            slot = first_block + tl.minimum(block_start + key, most - 1)
             page = (slot // PAGE_BLOCKS).to(tl.int32)
             place = (slot % PAGE_BLOCKS).to(tl.int32)
         page = tl.minimum(page.to(tl.uint32), num_pages - 1).to(tl.int64)  # ids below 0 are large ones
-        # keys from `last` on are any keys of the cache: each makes one row of the product, which is not stored
-        base = (page * stride_kp)[:, None] + (place * stride_kb)[:, None]
-        if WORDS:
-            words = _load_columns(keys_ptr + (base + columns[None, :]), 2 * columns, DIM, WHOLE)
-            products = tl.dot(_first_pairs(words), q)
-            products = tl.dot(_second_pairs(words), second_q, products)
-        elif PAIRS:
-            products = tl.dot(_load_columns(keys_ptr + (base + d[None, :]), d, DIM, WHOLE).to(DTYPE), q)
-            keys = _load_columns(keys_ptr + (base + (d + 2)[None, :]), d + 2, DIM, WHOLE).to(DTYPE)
-            products = tl.dot(keys, second_q, products)
+        # keys from `most` on are any keys of the cache: each makes one row of the product, which is not stored
+        keys_at = keys_ptr + ((page * stride_kp)[:, None] + ((place * stride_kb)[:, None] + key_columns[None, :]))
+        if DIM == BLOCK_D:
+            keys = tl.load(keys_at)
         else:
-            keys = _load_columns(keys_ptr + (base + d[None, :]), d, DIM, WHOLE).to(DTYPE)
-            products = tl.dot(keys, q, input_precision=PRECISION)  # [BLOCK_M, heads * ROWS]
+            keys = tl.load(keys_at, mask=(2 * key_columns < DIM)[None, :] if WORDS else in_d, other=0.0)
+        keys = _widen(keys, BLOCK_M, BLOCK_D) if WORDS else keys.to(DTYPE)
+        products = tl.dot(keys, q, input_precision=PRECISION)  # [BLOCK_M, heads * ROWS]
         products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        total = _sum_heads(products, BLOCK_M, PADDED_HEADS, ROWS)
+        total = _in_block_order(_sum_heads(products, BLOCK_M, PADDED_HEADS, ROWS), BLOCK_M, ROWS)
+        blocks = block_start + m
         if ONE_ROW:  # decode: one column of the tile is live
             score = tl.sum(tl.where(tl.arange(0, ROWS)[None, :] == 0, total, 0.0), 1)
-            tl.store(scores_ptr + blocks, score, mask=blocks < last)
+            tl.store(scores_ptr + blocks, score, mask=blocks < most)
+            if GIVEN > 0:
+                score = tl.where(blocks < most, score, float("nan"))[:, None]
+                _store_largest(score, largest_ptr, block_start, span, tl.arange(0, 1) == 0, GIVEN, GROUP, BLOCK_M, 1)
         elif block_start + BLOCK_M <= least:  # seen by every scored row: no mask along the blocks, wide stores
             tl.store(to_rows + blocks[:, None], total, mask=scored[None, :])
+            if GIVEN > 0:
+                _store_largest(total, to_largest, block_start, span, scored, GIVEN, GROUP, BLOCK_M, ROWS)
         else:
-            tl.store(to_rows + blocks[:, None], total, mask=blocks[:, None] < tl.minimum(visible, last)[None, :])
+            seen = blocks[:, None] < visible[None, :]
+            tl.store(to_rows + blocks[:, None], total, mask=seen)
+            if GIVEN > 0:
+                total = tl.where(seen, total, float("nan"))
+                _store_largest(total, to_largest, block_start, span, scored, GIVEN, GROUP, BLOCK_M, ROWS)
 
 
 def product_dtype(q_dtype, keys_dtype):
@@ -234,24 +283,42 @@ class ScoreKernelConfig:
         return replace(self, stages=max(1, min(self.stages, left // (self.block_m * dim * key_bytes))))
 
 
-def score_blocks_triton(index_q, cache, plan, scores, first_row, least_blocks, *, multiprocessors, config=None):
+def score_kernel_config(index_q, cache, plan, rows):
+    """Tiles of the score kernel for a launch of so many rows of the step."""
+    heads, dim, dtype, _ = _products(index_q, cache)
+    hopper = _is_hopper(cache.device)
+    key_bytes = cache.block_keys.element_size()
+    config = ScoreKernelConfig.choose(
+        wide=dtype == tl.float32, heads=heads, dim=dim, key_bytes=key_bytes, rows=min(plan.max_query_len, rows),
+        hopper=hopper,
+    )  # fmt: skip
+    shared_bytes = (220 if hopper else 96) << 10
+    return config.fitting(columns=heads * config.rows, dim=dim, key_bytes=key_bytes, shared_bytes=shared_bytes)
+
+
+def score_blocks_triton(
+    index_q, cache, plan, scores, first_row, least_blocks, *, config, multiprocessors, largest=None, levels=None
+):
     """Scores of rows `first_row` .. `first_row + len(scores)` into a [rows, blocks] fp32 buffer.
 
     Only visible blocks of rows that see more than `least_blocks` blocks are written.
+
+    Args:
+        index_q: [T, Hi, Di] index queries.
+        cache: Caches of the layer.
+        plan: The step.
+        scores: [rows, blocks] fp32 to fill.
+        first_row: Plan row of the first score row.
+        least_blocks: Rows that see no more than these are not scored.
+        config: Tiles, as `score_kernel_config` chooses them.
+        multiprocessors: Of the device.
+        largest: [rows, numbers] fp32 for the largest scores of groups; None where none are asked for.
+        levels: `RowLevels` of the rows, if `largest` is given.
     """
     keys = cache.block_keys
-    dtype = product_dtype(index_q.dtype, keys.dtype)
-    pairs = keys.dtype == FP8 and dtype == tl.float16
-    dim, block_d = index_q.shape[2], max(32 if pairs else 16, triton.next_power_of_2(index_q.shape[2]))
-    heads, rows = triton.next_power_of_2(index_q.shape[1]), min(plan.max_query_len, scores.shape[0])
-    hopper = _is_hopper(cache.device)
-    config = config or ScoreKernelConfig.choose(
-        wide=dtype == tl.float32, heads=heads, dim=block_d, key_bytes=keys.element_size(), rows=rows, hopper=hopper
-    )
-    config = config.fitting(
-        columns=heads * config.rows, dim=block_d, key_bytes=keys.element_size(),
-        shared_bytes=(220 if hopper else 96) << 10,
-    )  # fmt: skip
+    heads, block_d, dtype, pairs = _products(index_q, cache)
+    num_heads, dim = index_q.shape[1:]
+    rows = min(plan.max_query_len, scores.shape[0])
     row_tiles = -(-rows // config.rows)
     work = plan.num_requests * row_tiles
     if work == 0:
@@ -260,28 +327,43 @@ def score_blocks_triton(index_q, cache, plan, scores, first_row, least_blocks, *
     chunks = max(1, min(most_tiles, config.programs * multiprocessors // work))
     paged = plan.page_table is not None
     words = pairs and _in_words(keys)
+    q_words = words and _in_words(index_q)
     if words:
         keys = keys.view(torch.float16)
+    if q_words:
+        index_q = index_q.view(torch.float16)
     _score_blocks_kernel[(work, chunks)](
-        index_q, keys, scores, plan.query_starts, plan.seq_lens, plan.visible_blocks,
-        plan.page_table if paged else plan.request_ids, plan.request_ids if paged else plan.first_block_slots,
-        keys.shape[0], min(plan.num_rows, first_row + scores.shape[0]), first_row, least_blocks,
+        index_q, keys, scores, scores if largest is None else largest, plan.query_starts, plan.seq_lens,
+        plan.visible_blocks, plan.page_table if paged else plan.request_ids,
+        plan.request_ids if paged else plan.first_block_slots, keys.shape[0],
+        min(plan.num_rows, first_row + scores.shape[0]), first_row, least_blocks,
         index_q.stride(0), index_q.stride(1), keys.stride(0), keys.stride(1),
         plan.page_table.stride(0) if paged else 0, scores.stride(0), row_tiles,
-        HEADS=index_q.shape[1], PADDED_HEADS=heads, DIM=dim, BLOCK_D=block_d, PAGE_BLOCKS=keys.shape[1], PAGED=paged,
+        plan.page_table.shape[1] * keys.shape[1] if paged else 0, 0 if largest is None else levels.span,
+        0 if largest is None else largest.stride(0),
+        HEADS=num_heads, PADDED_HEADS=heads, DIM=dim, BLOCK_D=block_d, PAGE_BLOCKS=keys.shape[1], PAGED=paged,
         ROWS=config.rows, BLOCK_M=config.block_m, ONE_ROW=plan.max_query_len == 1, DTYPE=dtype, PRECISION="ieee",
-        PAIRS=pairs, WORDS=words, STAGES=config.stages, num_warps=config.warps, enable_fp_fusion=False,
+        PAIRS=pairs, WORDS=words, Q_WORDS=q_words, STAGES=config.stages, GIVEN=0 if largest is None else levels.given,
+        GROUP=1 if largest is None else levels.group, num_warps=config.warps, enable_fp_fusion=False,
         **overlapping(cache.device),
     )  # fmt: skip
 
 
-def _in_words(keys):
-    """Whether e4m3 keys can be loaded two by two, 16 bytes at a time: a thread then always holds whole words in pairs.
+def _products(index_q, cache):
+    """Padded heads, padded dim, dtype of products, and whether e4m3 meets e4m3."""
+    dtype = product_dtype(index_q.dtype, cache.block_keys.dtype)
+    pairs = cache.block_keys.dtype == FP8 and dtype == tl.float16
+    dim = max(32 if pairs else 16, triton.next_power_of_2(index_q.shape[2]))
+    return triton.next_power_of_2(index_q.shape[1]), dim, dtype, pairs
 
-    Keys that cannot are loaded one by one, in the same K order.
+
+def _in_words(numbers):
+    """Whether e4m3 rows can be loaded two numbers by two, 16 bytes at a time: a thread then holds pairs of whole words.
+
+    Others are loaded number by number, in the same K order.
     """
-    strides = [stride % 32 for stride in (keys.stride(0), keys.stride(1))]
-    return keys.shape[2] % 16 == 0 and strides == [0, 0] and keys.data_ptr() % 16 == 0
+    rows = [stride % 32 for stride in (numbers.stride(0), numbers.stride(1))]
+    return numbers.dtype == FP8 and numbers.shape[2] % 16 == 0 and rows == [0, 0] and numbers.data_ptr() % 16 == 0
 
 
 def _is_hopper(device):

@@ -5,13 +5,15 @@ import torch
 
 from flashqsa.backends import multiprocessors
 from flashqsa.results import Selection
-from flashqsa.selection.triton_scores import score_blocks_triton
-from flashqsa.selection.triton_topk import group_bytes, top_blocks_triton
+from flashqsa.selection.row_levels import RowLevels
+from flashqsa.selection.triton_scores import score_blocks_triton, score_kernel_config
+from flashqsa.selection.triton_topk import top_blocks_triton
 
 
 def row_workspace_bytes(blocks, topk_blocks):
     """Bytes of workspace that one row of a step needs: scores, and the largest of groups."""
-    return 4 * row_numbers(blocks) + group_bytes(blocks, topk_blocks)
+    levels = RowLevels.of(blocks, topk_blocks, 1)
+    return 4 * (row_numbers(blocks) + (levels.numbers() + topk_blocks if levels.levels > 1 else 0))
 
 
 def row_numbers(blocks):
@@ -28,16 +30,24 @@ def select_blocks_triton(index_q, cache, plan, out, *, workspace_bytes):
         blocks = 1  # nothing is scored: the top-K kernel writes every block that a row sees
     processors = multiprocessors(cache.device)
     rows_at_once = max(1, min(plan.num_rows, workspace_bytes // row_workspace_bytes(blocks, topk)))
+    config = score_kernel_config(index_q, cache, plan, rows_at_once)
+    levels = RowLevels.of(blocks, topk, config.block_m)
     for first_row in range(0, plan.num_rows, rows_at_once):
         rows = slice(first_row, min(first_row + rows_at_once, plan.num_rows))
-        scores = plan.scratch("select.scores", (rows.stop - first_row, row_numbers(blocks)), torch.float32)[:, :blocks]
+        count = rows.stop - first_row
+        scores = plan.scratch("select.scores", (count, row_numbers(blocks)), torch.float32)[:, :blocks]
+        largest = None
+        if levels.levels > 1:
+            largest = plan.scratch("select.largest", (count, levels.numbers()), torch.float32)
         if not dense:
             score_blocks_triton(
-                index_q, cache, plan, scores, first_row, 0 if scored_all else topk,
-                multiprocessors=processors,
+                index_q, cache, plan, scores, first_row, 0 if scored_all else topk, config=config,
+                multiprocessors=processors, largest=largest, levels=levels,
             )  # fmt: skip
         part = Selection(
             out.block_ids[rows], out.block_counts[rows], None if out.scores is None else out.scores[rows],
             out.visible_blocks[rows], out.request_ids[rows],
         )  # fmt: skip
-        top_blocks_triton(scores, plan, first_row, part, scored_all=scored_all, multiprocessors=processors)
+        top_blocks_triton(
+            scores, largest, levels, plan, first_row, part, scored_all=scored_all, multiprocessors=processors
+        )

@@ -5,12 +5,11 @@ Scores are sums of relu, so they are not negative and their bits order like inte
 them. A program holds scores in registers and narrows a bracket of the integer line until exactly K scores, or only
 equal ones, are left above its lower end. Equal scores at the threshold are taken from the lowest block id on.
 
-A row that is longer than a program holds is cut into groups. The best K blocks lie in the K groups of the best largest
-scores, if groups tie like blocks do: each of those K holds a block that beats whatever another group holds. So the
-largest score of each group is written down, K groups are searched for, then K blocks in them; with groups of groups
-where a row is longer still. Every search is among as many as a program holds, on any distribution; nothing overflows.
-
-Where rows are few, several programs write down the largest scores of a row, and the last to arrive goes on alone.
+A row that is longer than a program holds is cut into groups (row_levels.py). The best K blocks lie in the K groups of
+the best largest scores, if groups tie like blocks do: each of those K holds a block that beats whatever another group
+holds. The score kernel wrote down the largest score of each group, so K groups are searched for, then K blocks in them;
+with groups of groups where a row is longer still. Every search is among as many as a program holds, on any
+distribution, few of the scores are read, and nothing overflows.
 """
 
 from dataclasses import dataclass
@@ -20,12 +19,7 @@ import triton
 import triton.language as tl
 
 from flashqsa.launching import overlapping, wait_for_previous
-
-BLOCK = 2048
-"""Scores that a program holds at least of a row that is so long."""
-
-MOST_BLOCK = 16384
-"""Scores that a program holds at most, if that is two budgets."""
+from flashqsa.selection.row_levels import level_numbers
 
 
 @triton.jit
@@ -124,108 +118,101 @@ def _places(ranks, low, at_least, TOPK: tl.constexpr, BINS: tl.constexpr):
 
 @triton.jit
 def _begin_row(
-    row, first, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
+    row, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
     SCORED_ALL: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Visible blocks of a row. Its `first` program writes its numbers, and its ids where they need no scores."""
+    """Write a row's numbers, and its ids where they need no scores. Returns its visible blocks, 0 if it is done."""
     request = tl.load(request_ids_ptr + row)
     visible = tl.load(visible_ptr + row)
     visible = tl.where(request < 0, 0, visible)  # an engine's padding rows may hold leftovers
-    if first:
-        k = tl.arange(0, BLOCK_K)
-        tl.store(counts_ptr, tl.minimum(visible, TOPK))
-        tl.store(seen_ptr, visible)
-        tl.store(requests_ptr, request)
-        everything = tl.where(k < visible, k, -1)  # what a row within the budget selects
-        if SCORED_ALL:
-            tl.store(out_ids_ptr + k, everything, mask=(k < TOPK) & (k >= visible))
-            tl.store(out_scores_ptr + k, float("-inf"), mask=(k < TOPK) & (k >= visible))
-        elif visible <= TOPK:
-            tl.store(out_ids_ptr + k, everything, mask=k < TOPK)
+    k = tl.arange(0, BLOCK_K)
+    tl.store(counts_ptr, tl.minimum(visible, TOPK))
+    tl.store(seen_ptr, visible)
+    tl.store(requests_ptr, request)
+    everything = tl.where(k < visible, k, -1)  # what a row within the budget selects
+    if SCORED_ALL:
+        tl.store(out_ids_ptr + k, everything, mask=(k < TOPK) & (k >= visible))
+        tl.store(out_scores_ptr + k, float("-inf"), mask=(k < TOPK) & (k >= visible))
+    elif visible <= TOPK:
+        tl.store(out_ids_ptr + k, everything, mask=k < TOPK)
     return tl.where(visible <= (0 if SCORED_ALL else TOPK), 0, visible)
 
 
-@triton.jit(do_not_specialize=["first_row", "chunks", "tiles"])
+@triton.jit
+def _write_upper_levels(largest_ptr, visible, span, LEVELS: tl.constexpr, GIVEN: tl.constexpr, GROUP: tl.constexpr,
+                        BLOCK: tl.constexpr):  # fmt: skip
+    """Largest scores of the levels above GIVEN, up to LEVELS - 1, from those of level GIVEN."""
+    i = tl.arange(0, BLOCK)
+    from_ptr = largest_ptr
+    for depth in tl.static_range(1, GIVEN):
+        from_ptr += level_numbers(span, GROUP**depth)
+    number = tl.cdiv(visible, GROUP**GIVEN)
+    for start in tl.range(0, number, BLOCK):
+        best = tl.load(from_ptr + start + i, mask=start + i < number, other=float("nan"))  # NaN beside numbers: ignored
+        to_ptr = from_ptr + level_numbers(span, GROUP**GIVEN)
+        for depth in tl.static_range(1, LEVELS - GIVEN):
+            best = tl.max(tl.reshape(best, (BLOCK // GROUP**depth, GROUP)), 1)
+            at = start // GROUP**depth + tl.arange(0, BLOCK // GROUP**depth)
+            tl.store(to_ptr + at, best, mask=at < level_numbers(span, GROUP ** (GIVEN + depth)))
+            to_ptr += level_numbers(span, GROUP ** (GIVEN + depth))
+    tl.debug_barrier()  # every thread's part is written before another reads it
+
+
+@triton.jit(do_not_specialize=["first_row", "span", "stride_l"])
 def _top_blocks_kernel(
-    scores_ptr, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
-    largest_ptr, group_ids_ptr, arrived_ptr, first_row, chunks, tiles, stride_s, stride_o, stride_os, stride_l,
-    LEVELS: tl.constexpr, GROUP: tl.constexpr, WITH_SCORES: tl.constexpr, SCORED_ALL: tl.constexpr, TOPK: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr, OVERLAP: tl.constexpr,
+    scores_ptr, largest_ptr, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr,
+    request_ids_ptr, group_ids_ptr, first_row, span, stride_s, stride_l, stride_o, stride_os,
+    LEVELS: tl.constexpr, GIVEN: tl.constexpr, GROUP: tl.constexpr, WITH_SCORES: tl.constexpr,
+    SCORED_ALL: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row, shared by `chunks` programs; LEVELS - 1 levels of groups, GROUP of one level in one of the next."""
+    """One row a program. Of LEVELS levels, the largest scores of levels 1 to GIVEN are there already."""
     wait_for_previous(OVERLAP)
-    pid = tl.program_id(0)
-    chunk = pid % chunks
-    row = (pid // chunks).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     out_ids_ptr += row * stride_o
     out_scores_ptr += row * stride_os
     visible = _begin_row(
-        first_row + row, chunk == 0, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
+        first_row + row, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
         visible_ptr, request_ids_ptr, SCORED_ALL, TOPK, BLOCK_K,
     )  # fmt: skip
-    live = tl.where(visible <= BLOCK, 1, tl.minimum(tl.cdiv(visible, BLOCK), chunks))  # programs with work
-    if (visible <= 0) | (chunk >= live):
+    if visible <= 0:
         return
     scores_ptr += row * stride_s
     i = tl.arange(0, BLOCK)
     if LEVELS == 1:
         scores = tl.load(scores_ptr + i, mask=i < tl.cdiv(visible, 16) * 16, other=0.0)
-        places, _ = _places(_ranks(scores, i < visible), chunk * 0 - 1, visible, TOPK, BINS)
+        places, _ = _places(_ranks(scores, i < visible), visible * 0 - 1, visible, TOPK, BINS)
         tl.store(out_ids_ptr + places, i, mask=places >= 0)
         if WITH_SCORES:
             tl.store(out_scores_ptr + places, scores, mask=places >= 0)
         return
     largest_ptr += row * stride_l
     group_ids_ptr += row * TOPK
-    level = chunk * 0
-    groups = visible
-    if visible > BLOCK:
-        for start in tl.range(chunk * BLOCK, visible, chunks * BLOCK):
-            left = visible - start
-            best = tl.load(scores_ptr + start + i, mask=i < tl.cdiv(left, 16) * 16, other=0.0)
-            if left < BLOCK:
-                best = tl.where(i < left, best, float("nan"))  # the largest of a group ignores NaN beside numbers
-            to = largest_ptr
-            at = start
-            wide = tiles * BLOCK
-            for depth in tl.static_range(1, LEVELS):
-                best = tl.max(tl.reshape(best, (BLOCK // GROUP**depth, GROUP)), 1)
-                at = at // GROUP
-                wide = wide // GROUP
-                tl.store(to + at + tl.arange(0, BLOCK // GROUP**depth), best)
-                to += wide
-        tl.debug_barrier()  # every thread's part is written before it is read or this program counts as arrived
-        if live > 1:
-            arrived = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel", scope="gpu")
-            if arrived == live - 1:
-                tl.store(arrived_ptr + row, 0)  # ready for the next launch
-            else:
-                groups = chunk * 0
-        while groups > BLOCK:
-            groups = tl.cdiv(groups, GROUP)
-            level += 1
-    if groups == 0:
-        return
+    if LEVELS - 1 > GIVEN:  # noqa: SIM102  (a constant)
+        if visible > BLOCK * GROUP**GIVEN:
+            _write_upper_levels(largest_ptr, visible, span, LEVELS, GIVEN, GROUP, BLOCK)
+    level = visible * 0
+    at_least = visible  # numbers of the level that is searched
+    while at_least > BLOCK:
+        at_least = tl.cdiv(at_least, GROUP)
+        level += 1
     MORE: tl.constexpr = TOPK + TOPK // 8 + 1
-    first = groups > 0
-    low = chunk * 0 - 1
-    at_least = groups
+    first = at_least > 0
+    low = visible * 0 - 1
     while level >= 0:
-        size = tl.full((), 1, tl.int32)
-        offset = chunk * 0
-        wide = tiles * BLOCK
+        size = visible * 0 + 1
+        offset = visible * 0
         for depth in tl.static_range(1, LEVELS):
             size = tl.where(depth <= level, size * GROUP, size)
-            wide = wide // GROUP
-            offset += tl.where(depth < level, wide, 0)
-        number = tl.cdiv(visible, size)  # of groups of this level
+            offset += tl.where(depth < level, level_numbers(span, GROUP**depth), 0)
+        number = tl.cdiv(visible, size)
         group = tl.load(group_ids_ptr + i // GROUP, mask=i < tl.where(first, 0, TOPK * GROUP), other=0)
         group = tl.where(first, i, group * GROUP + i % GROUP)
         valid = (i < tl.where(first, number, TOPK * GROUP)) & (group < number)
         from_ptr = tl.where(level == 0, scores_ptr, largest_ptr + offset)
         scores = tl.load(from_ptr + group, mask=valid, other=0.0, cache_modifier=".cg")
         places, low = _places(_ranks(scores, valid), low, at_least, TOPK, BINS)
-        at_least = chunk * 0 + MORE  # each group holds one that reaches it, some of them more
+        at_least = visible * 0 + MORE  # each group holds one that reaches `low`, some of them more
         tl.debug_barrier()  # the groups are read before others take their places
         tl.store(tl.where(level == 0, out_ids_ptr, group_ids_ptr) + places, group, mask=places >= 0)
         if WITH_SCORES:  # read again: they would stay in registers through the whole search
@@ -241,81 +228,56 @@ class TopKernelConfig:
     """Form of the top-K kernel; decides nothing but speed.
 
     Attributes:
-        block: Scores that a program holds: a power of two, at least 2 K where a row is longer.
-        chunks: Programs that share a row at most.
         bins: Whether a search counts bins; else it counts above one threshold a turn.
         warps: Warps of a program.
         registers: A thread's at most.
     """
 
-    block: int
-    chunks: int
     bins: bool
     warps: int
     registers: int | None = None
 
     @classmethod
-    def choose(cls, rows, width, topk, multiprocessors):
-        """Few rows: the shortest way to the end, shared by programs. Many: the fewest instructions."""
-        block = block_scores(width, topk, 4)
+    def choose(cls, rows, block, multiprocessors):
+        """Few rows: the shortest way to the end. Many: the fewest instructions.
+
+        Args:
+            rows: Rows of the launch.
+            block: Numbers that a program holds.
+            multiprocessors: Of the device.
+        """
         if rows <= multiprocessors:
-            chunks = max(1, min(-(-width // block), 2 * multiprocessors // max(rows, 1)))
-            return cls(block, chunks, True, max(4, min(16, block // 128)))
-        if row_groups(width, topk, block)[2] > 3:  # many levels cost more than long searches
-            block = block_scores(width, topk, 16)
-        return cls(block, 1, False, max(2, min(16, block // 1024)), 128)
+            return cls(True, max(4, min(16, block // 128)))
+        return cls(False, max(2, min(16, block // 1024)), 128)
 
 
-def top_blocks_triton(scores, plan, first_row, out, *, scored_all, multiprocessors):
+def top_blocks_triton(scores, largest, levels, plan, first_row, out, *, scored_all, multiprocessors):
     """Select the best blocks of some rows: ids ascending, -1 past the count; counts, visible blocks and requests too.
 
     Args:
         scores: [rows, blocks] fp32, valid up to each row's visible count; rows lie a multiple of 16 numbers apart.
+        largest: [rows, numbers] fp32, with the levels that the score kernel wrote; None where there is one level.
+        levels: `RowLevels` of the rows.
         plan: The step; owns the scratch.
         first_row: Plan row of the first score row.
         out: A Selection of these rows to fill.
         scored_all: Whether rows within the budget were scored too, because scores are asked for.
         multiprocessors: Of the device.
     """
-    rows, width, topk = scores.shape[0], scores.shape[1], out.block_ids.shape[1]
-    config = TopKernelConfig.choose(rows, width, topk, multiprocessors)
-    tiles, group, levels, numbers = row_groups(width, topk, config.block)
-    largest, group_ids, arrived = scores, out.block_ids, out.block_counts  # not touched where there are no groups
-    if levels > 1:
-        largest = plan.scratch("select.largest", (rows, numbers), torch.float32)
+    rows, topk = scores.shape[0], out.block_ids.shape[1]
+    config = TopKernelConfig.choose(rows, levels.block, multiprocessors)
+    group_ids = out.block_ids  # not touched where there are no groups
+    if largest is None:
+        largest = scores
+    else:
         group_ids = plan.scratch("select.group_ids", (rows, topk), torch.int32)
-        arrived = plan.scratch("select.arrived", (rows,), torch.int32, zeroed=True)
     limit = {} if config.registers is None else {"maxnreg": config.registers}
-    _top_blocks_kernel[(rows * config.chunks,)](
-        scores, out.block_ids, scores if out.scores is None else out.scores, out.block_counts, out.visible_blocks,
-        out.request_ids, plan.visible_blocks, plan.request_ids, largest, group_ids, arrived,
-        first_row, config.chunks, tiles, scores.stride(0), out.block_ids.stride(0),
-        0 if out.scores is None else out.scores.stride(0), numbers,
-        LEVELS=levels, GROUP=group, WITH_SCORES=out.scores is not None, SCORED_ALL=scored_all, TOPK=topk,
-        BLOCK=config.block, BLOCK_K=triton.next_power_of_2(topk), BINS=config.bins,
+    _top_blocks_kernel[(rows,)](
+        scores, largest, out.block_ids, scores if out.scores is None else out.scores, out.block_counts,
+        out.visible_blocks, out.request_ids, plan.visible_blocks, plan.request_ids, group_ids,
+        first_row, levels.span, scores.stride(0), largest.stride(0), out.block_ids.stride(0),
+        0 if out.scores is None else out.scores.stride(0),
+        LEVELS=levels.levels, GIVEN=levels.given, GROUP=levels.group, WITH_SCORES=out.scores is not None,
+        SCORED_ALL=scored_all, TOPK=topk, BLOCK=levels.block, BLOCK_K=triton.next_power_of_2(topk), BINS=config.bins,
         num_warps=config.warps, enable_fp_fusion=False, **limit, **overlapping(scores.device),
     )  # fmt: skip
-
-
-def group_bytes(width, topk):
-    """Bytes of workspace that a row of `width` scores needs beside them."""
-    numbers = max(row_groups(width, topk, block_scores(width, topk, budgets))[3] for budgets in (4, 16))
-    return 4 * (numbers + topk) if numbers else 0
-
-
-def block_scores(width, topk, budgets):
-    """Scores that a program holds: the row, or so many budgets."""
-    budget = triton.next_power_of_2(topk)
-    wanted = max(BLOCK, 2 * budget, min(MOST_BLOCK, budgets * budget))
-    return min(triton.next_power_of_2(max(width, 64)), wanted)
-
-
-def row_groups(width, topk, block):
-    """Tiles of a row, groups in a group, levels (one if there are no groups), numbers that a row writes down."""
-    tiles = -(-width // block)
-    group = max(2, block // triton.next_power_of_2(topk))
-    levels, numbers, reach = 1, 0, block
-    while reach < width:
-        numbers += tiles * block // group**levels
-        levels, reach = levels + 1, reach * group
-    return tiles, group, levels, -(-numbers // 16) * 16
