@@ -5,7 +5,8 @@ The interpreter takes a process of its own, since TRITON_INTERPRET=1 is read whe
     TRITON_INTERPRET=1 .venv/bin/pytest tests/kernels
 
 Without the variable and without a GPU only cross-compilation and refusals run; everything else is deselected. The
-interpreter is wrong for bf16, so bf16 and float8 run on a GPU alone.
+interpreter is wrong for bf16, so bf16 and float8 run on a GPU alone. Where kernels run on a device, all tests of them
+are marked `gpu`: `pytest -m gpu` runs them with those that need one.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needs_gpu = item.get_closest_marker("gpu") is not None
         if inside and INTERPRETED:  # numpy says so wherever a tile holds NaN or infinity
             item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+        if inside and on_gpu and not compiles:
+            item.add_marker(pytest.mark.gpu)
         (kept if not inside or (wanted and (on_gpu or not needs_gpu)) else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -162,13 +165,15 @@ def _scored_rows(
     *,
     seed: int,
     rows: int = 1,
+    requests: int = 1,
     topk_blocks: int = 16,
     page_blocks: int = 16,
     max_blocks: int | None = None,
 ) -> ScoredRows:
-    """One request whose rows all score its blocks with these numbers, fp32. Scores must not be negative, NaN may be.
+    """Requests whose rows all score its blocks with these numbers, fp32. Scores must not be negative, NaN may be.
 
-    The first row is scored with the numbers, each further one with twice the numbers of the one before.
+    The first row is scored with the numbers, each further one with twice the numbers of the one before. Requests share
+    their pages.
     """
     numbers = torch.as_tensor(scores, dtype=FP32)
     blocks, count = len(numbers), len(numbers) // page_blocks + 1
@@ -183,19 +188,20 @@ def _scored_rows(
     tokens = blocks * 4 + rows - 1  # the first row is the one that closes the last block
     assert rows <= 4
     plan = plan_step(
-        torch.tensor([0, rows], dtype=torch.int32, device=device),
-        torch.tensor([tokens], dtype=torch.int32, device=device),
-        torch.cat([order, torch.tensor([-1])])[None].to(device=device, dtype=torch.int32),
+        torch.arange(0, requests * rows + 1, rows, dtype=torch.int32, device=device),
+        torch.full((requests,), tokens, dtype=torch.int32, device=device),
+        torch.cat([order, torch.tensor([-1])]).expand(requests, -1).to(device=device, dtype=torch.int32).contiguous(),
         page_tokens=page_blocks * 4, block_tokens=4, topk_blocks=topk_blocks, max_query_len=rows,
-        max_seq_len=4 * (max_blocks or blocks) + rows, num_rows=rows,
+        max_seq_len=4 * (max_blocks or blocks) + rows, num_rows=requests * rows,
     )  # fmt: skip
     kv = torch.zeros(1, 1, 1, 1, device=device).expand(len(keys), page_blocks * 4, 1, 1)
-    return ScoredRows(queries.to(device), LayerCache(kv, kv, keys.to(device), None, None), plan)
+    index_q = queries.repeat(requests, 1, 1).to(device)
+    return ScoredRows(index_q, LayerCache(kv, kv, keys.to(device), None, None), plan)
 
 
 @pytest.fixture
 def scored_rows(device: torch.device) -> Callable[..., ScoredRows]:
-    """`scored_rows(scores, seed=..., rows=1, ...)`: rows over blocks of given scores."""
+    """`scored_rows(scores, seed=..., rows=1, requests=1, ...)`: rows over blocks of given scores."""
     return lambda scores, **options: _scored_rows(scores, device, **options)
 
 

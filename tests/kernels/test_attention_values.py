@@ -293,7 +293,7 @@ def test_fault_37_contexts_around_a_page(
 
 
 @pytest.mark.gpu
-def test_ids_that_break_the_rules_are_memory_safe(device: torch.device, choose: Any) -> None:
+def test_fault_45_ids_that_break_the_rules_are_memory_safe(device: torch.device, choose: Any) -> None:
     """Ids of -1, duplicates, ids not yet visible and page ids of nobody: something comes out, nothing faults."""
     from flashqsa.attention import attend
 
@@ -302,6 +302,8 @@ def test_ids_that_break_the_rules_are_memory_safe(device: torch.device, choose: 
     for value in (-1, 0, 2**31 - 1, -(2**31), 10**6):
         ids = selection.block_ids.clone()
         ids[:, 1:3] = value
+        attend(step.q, step.cache, dataclasses.replace(selection, block_ids=ids), step.plan, backend="triton")
+        ids[:] = value
         attend(step.q, step.cache, dataclasses.replace(selection, block_ids=ids), step.plan, backend="triton")
     table = torch.full_like(step.plan.page_table, 2**31 - 1)
     plan = plan_step(

@@ -199,7 +199,7 @@ def test_best_blocks_in_one_group_and_in_one_each(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form_taken", [None, (1024, 2, False), (2048, 4, True)], ids=["own", "guesses", "bins"])
-@pytest.mark.parametrize("blocks", [65504, 70000, 262144])
+@pytest.mark.parametrize("blocks", [16383, 16384, 16385, 30938, 65504, 70000, 262144])
 def test_fault_3_long_rows(
     blocks: int,
     form_taken: tuple[int, int, bool] | None,
@@ -207,15 +207,18 @@ def test_fault_3_long_rows(
     select: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """One row, and 64 of 32 requests."""
     if form_taken is not None:
         _take(monkeypatch, *form_taken)
     for scores in (
         1.0 + 1e-3 * torch.rand(blocks, generator=stream(7, blocks)),
+        1.0 + 2.0**-11 * (torch.rand(blocks, generator=stream(7, blocks)) > 0.97),
         torch.randn(blocks, generator=stream(8, blocks)).clamp(min=0.0),
         (3 * torch.randn(blocks, generator=stream(9, blocks))).round().abs(),
         torch.zeros(blocks),
         torch.arange(blocks, dtype=torch.float32),
     ):
-        selection = select(scored_rows(scores, seed=7, topk_blocks=512, rows=2))
-        best = scores.sort(descending=True, stable=True).indices[:512].sort().values.tolist()
-        assert selection.block_ids.tolist() == [best, best]
+        best = scores.sort(descending=True, stable=True).indices[:512].sort().values
+        for rows, requests in ((1, 1), (2, 32)):
+            selection = select(scored_rows(scores, seed=7, topk_blocks=512, rows=rows, requests=requests))
+            assert bool((selection.block_ids.cpu() == best).all()), f"{rows} x {requests} rows"
