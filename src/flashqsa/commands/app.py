@@ -58,6 +58,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
+    from flashqsa.commands.bench import bench
     from flashqsa.commands.doctor import doctor
     from flashqsa.commands.generate import generate
     from flashqsa.commands.inspect_command import inspect_selections
@@ -93,6 +94,7 @@ def build_app() -> typer.Typer:
     app.command(help="Tell whether a needle in a long prompt is among what the final rows of CHECKPOINT select.")(
         needle
     )
+    app.command(help="Time the stages of one layer at several contexts, beside dense attention and the floor.")(bench)
     return app
 
 

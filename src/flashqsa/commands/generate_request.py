@@ -95,14 +95,23 @@ def prepare_run(
         prefill_chunk=run_options.prefill_chunk,
         stop_ids=() if run_options.ignore_stop else stop_ids,
         dtype=run_options.dtype,
-        device=_device(run_options.device),
+        device=device_named(run_options.device),
         threads=run_options.threads or torch.get_num_threads(),
     )
     return request, prompt, tokenizer
 
 
-def _device(name: str) -> str:
-    """The device's full name, if it is there."""
+def device_named(name: str, *, command: str = "generate") -> str:
+    """The device's full name, if it is there.
+
+    Args:
+        name: `auto`, `cpu`, `cuda` or `cuda:N`.
+        command: Name of the sub-command, first in the message.
+
+    Raises:
+        ArgumentError: It is no name of a device.
+        DeviceError: The device is not there.
+    """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return "cuda:0" if available else "cpu"
@@ -110,7 +119,7 @@ def _device(name: str) -> str:
         return name
     kind, _, number = name.partition(":")
     if kind != "cuda" or not (number.isdecimal() or name == "cuda"):
-        raise ArgumentError(f"generate: device must be auto, cpu, cuda or cuda:N, got {name}. Choose one of them.")
+        raise ArgumentError(f"{command}: device must be auto, cpu, cuda or cuda:N, got {name}. Choose one of them.")
     if int(number or 0) >= available:
-        raise DeviceError(f"generate: device must be there, got {name} with {available} CUDA devices. Choose another.")
+        raise DeviceError(f"{command}: device must be there, got {name} with {available} CUDA devices. Choose another.")
     return f"cuda:{int(number or 0)}"

@@ -74,8 +74,12 @@ class Plant:
     token_ids: tuple[int, ...]
 
 
-def parse_contexts(text: str) -> tuple[int, ...]:
+def parse_contexts(text: str, *, command: str = "needle") -> tuple[int, ...]:
     """Context lengths such as `4k,32k,100000`: tokens, k for 1,024 and m for 1,048,576 of them.
+
+    Args:
+        text: The lengths, separated by commas.
+        command: Name of the sub-command, first in the message.
 
     Raises:
         ArgumentError: One of them is no such number.
@@ -85,7 +89,7 @@ def parse_contexts(text: str) -> tuple[int, ...]:
         match = _SIZE.fullmatch(word.strip())
         if not match or int(match[1]) < 1:
             raise ArgumentError(
-                f"needle: contexts must be numbers of tokens such as 4k,32k, got {word.strip() or 'an empty one'}. "
+                f"{command}: contexts must be numbers of tokens such as 4k,32k, got {word.strip() or 'an empty one'}. "
                 "Separate them by commas."
             )
         contexts.append(int(match[1]) * _UNITS[match[2].lower()])
