@@ -27,12 +27,13 @@ def test_fault_30_a_hit_copies_the_ring_or_is_cut_to_whole_blocks(
         serving.check_caches(name)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("left", [1, 2, 3])
 def test_fault_22_a_prefix_of_a_closed_request_with_a_ring_that_had_another_owner(
-    make_serving: Any, draw_tokens: Any, left: int
+    make_serving: Any, draw_tokens: Any, left: int, device: str
 ) -> None:
     """B reuses A's first tokens after A was closed, in the ring that another request has just used."""
-    serving = make_serving(rings=1, pages=120)
+    serving = make_serving(rings=1, pages=120, device=device)
     shared = draw_tokens(1600 + left, 1)
     serving.open("a")
     serving.step({"a": shared})

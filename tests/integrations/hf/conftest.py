@@ -319,21 +319,23 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManage
 
 def _selected(selection: Selection, scores: torch.Tensor | None, cache: Any, plan: Any) -> Selected:
     """The token columns of a selection over request-contiguous caches."""
+    assert scores is not None
     batch, columns = cache.k_pages.shape[:2]
     rows, r = plan.num_rows, plan.block_tokens
-    live = plan.request_ids >= 0
-    starts = plan.first_slots[plan.request_ids.clamp(min=0).long()] % columns
-    blocks = selection.block_ids.long()
-    blocks[torch.arange(blocks.shape[1])[None] >= selection.block_counts[:, None]] = columns
+    blocks, counts, visible = (x.cpu() for x in (selection.block_ids, selection.block_counts, selection.visible_blocks))
+    request_ids, positions, first_slots = (x.cpu() for x in (plan.request_ids, plan.positions, plan.first_slots))
+    live = request_ids >= 0
+    starts = first_slots[request_ids.clamp(min=0).long()] % columns
+    blocks = blocks.long()
+    blocks[torch.arange(blocks.shape[1])[None] >= counts[:, None]] = columns
     tokens = (starts[:, None, None] + blocks[..., None] * r + torch.arange(r)).flatten(1).clamp(max=columns)
     chosen = torch.zeros(rows, columns + 1, dtype=torch.bool).scatter_(1, tokens, True)[:, :columns]
     column = torch.arange(columns)[None]
-    tail_start = starts + selection.visible_blocks * r
-    chosen |= (column >= tail_start[:, None]) & (column <= (starts + plan.positions)[:, None])
+    tail_start = starts + visible * r
+    chosen |= (column >= tail_start[:, None]) & (column <= (starts + positions)[:, None])
     chosen &= live[:, None]
-    assert scores is not None
-    best = scores.sort(dim=1, descending=True).values
-    more = (selection.visible_blocks > plan.topk_blocks) & live
+    best = scores.cpu().sort(dim=1, descending=True).values
+    more = (visible > plan.topk_blocks) & live
     ends = _close_and_tied(best[:, 0], best[:, -2], best[:, -1]) & more[:, None]
     return Selected(cache.layer_id, chosen.view(batch, -1, columns), *ends.view(batch, -1, 2).unbind(-1))
 

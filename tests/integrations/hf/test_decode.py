@@ -12,6 +12,9 @@ from flashqsa.testing import assert_within_budget
 
 PADS = (0, 1, 3, 5)
 
+on_both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+pytestmark = pytest.mark.filterwarnings("ignore:.*backend 'torch' serves")  # said on a GPU for shapes this small
+
 
 def _in_pieces(model: Any, tokens: torch.Tensor, ends: list[int], mask: torch.Tensor | None = None) -> torch.Tensor:
     """Logits of all tokens, from one forward a piece over one cache."""
@@ -55,13 +58,14 @@ def test_600_tokens_one_by_one_equal_one_forward(
     assert_pieces_agree(model, make_tokens(1, 600), list(range(1, 601)))
 
 
+@on_both_devices
 @pytest.mark.slow
 def test_fault_7_2500_tokens_one_by_one_equal_one_forward(
-    make_model: Any, qsa_case: Any, make_tokens: Any, assert_pieces_agree: Any
+    make_model: Any, qsa_case: Any, make_tokens: Any, assert_pieces_agree: Any, device: str
 ) -> None:
     """Also across the sizes at which the pooled keys move to a larger buffer."""
     model = make_model(qsa_case, num_hidden_layers=1, layer_types=["full_attention"], indexer_budget=128)
-    assert_pieces_agree(model, make_tokens(1, 2500), list(range(1, 2501)))
+    assert_pieces_agree(model.to(device), make_tokens(1, 2500).to(device), list(range(1, 2501)))
 
 
 def test_decode_equals_one_forward_beside_recurrent_layers(
@@ -77,19 +81,23 @@ def test_chunks_at_odd_cuts_equal_one_shot(
     assert_pieces_agree(make_model(qsa_case), make_tokens(2, 260), ends)
 
 
+@on_both_devices
 @pytest.mark.parametrize("form", [torch.bool, torch.int64, torch.float32, torch.uint8], ids=str)
 @pytest.mark.parametrize("pad", PADS)
 def test_fault_7_mask_forms_and_left_padding(
-    make_model: Any, qsa_case: Any, make_tokens: Any, assert_pieces_agree: Any, form: torch.dtype, pad: int
+    make_model: Any, qsa_case: Any, make_tokens: Any, assert_pieces_agree: Any, form: torch.dtype, pad: int, device: str
 ) -> None:
-    tokens = make_tokens(2, 120)
+    tokens = make_tokens(2, 120).to(device)
     mask = torch.ones_like(tokens, dtype=form)
     mask[0, :pad] = 0
-    assert_pieces_agree(make_model(qsa_case), tokens, [90, *range(91, 121)], mask)
+    assert_pieces_agree(make_model(qsa_case).to(device), tokens, [90, *range(91, 121)], mask)
 
 
-def test_fault_7_without_a_mask(make_model: Any, qsa_case: Any, make_tokens: Any, assert_pieces_agree: Any) -> None:
-    assert_pieces_agree(make_model(qsa_case), make_tokens(2, 120), [90, *range(91, 121)])
+@on_both_devices
+def test_fault_7_without_a_mask(
+    make_model: Any, qsa_case: Any, make_tokens: Any, assert_pieces_agree: Any, device: str
+) -> None:
+    assert_pieces_agree(make_model(qsa_case).to(device), make_tokens(2, 120).to(device), [90, *range(91, 121)])
 
 
 @torch.no_grad()
