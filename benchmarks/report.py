@@ -1,4 +1,4 @@
-"""`python -m benchmarks report`: write the tables of the documentation from the result files."""
+"""`python -m benchmarks report`: write tables and pictures of the documentation from the result files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import gpu_decode, gpu_prefill, gpu_prepare, hf_decode_cpu, hf_layer_gpu, report_gpu
+from benchmarks import gpu_decode, gpu_prefill, gpu_prepare, hf_decode_cpu, hf_layer_gpu, report_gpu, report_pictures
 from benchmarks.environment import ROOT
 from benchmarks.hf_layer_cpu import RESULTS
+from benchmarks.report_reported import reported_table
 from benchmarks.tables import Row, markdown_table, rows_of
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
@@ -22,18 +23,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Put every table between its markers."""
+    """Put every table between its markers, and every picture into its file."""
     sections = all_sections(read_rows(RESULTS)) | decode_sections(read_rows(hf_decode_cpu.RESULTS))
-    on_gpu = (gpu_decode, gpu_prefill, gpu_prepare, hf_layer_gpu)
-    sections |= report_gpu.sections(*(read_rows(benchmark.RESULTS) for benchmark in on_gpu))
+    on_gpu = [read_rows(benchmark.RESULTS) for benchmark in (gpu_decode, gpu_prefill, gpu_prepare, hf_layer_gpu)]
+    sections |= report_gpu.sections(*on_gpu) | {"reported": reported_table()}
+    texts = {page: with_sections(page.read_text(encoding="utf-8"), sections) for page in PAGES}
+    drawn = report_pictures.pictures(*on_gpu[:2])
+    texts |= {ROOT / "docs" / "img" / name: text for name, text in drawn.items()}
     stale = []
-    for page in PAGES:
-        before = page.read_text(encoding="utf-8")
-        after = with_sections(before, sections)
-        if before != after:
+    for page, text in texts.items():
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
             stale.append(page.relative_to(ROOT))
             if not options.check:
-                page.write_text(after, encoding="utf-8")
+                page.parent.mkdir(parents=True, exist_ok=True)
+                page.write_text(text, encoding="utf-8")
     for page in stale:
         print(f"{page}: {'differs from the results' if options.check else 'written'}", file=sys.stderr)
     return 1 if stale and options.check else 0

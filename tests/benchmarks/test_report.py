@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ pytest.importorskip("transformers")
 
 from benchmarks.__main__ import main
 
-from benchmarks import report, report_gpu, tables
+from benchmarks import report, report_gpu, report_pictures, report_reported, tables
+from flashqsa.errors import ArgumentError
 
 pytestmark = pytest.mark.transformers
 
@@ -111,3 +113,51 @@ def test_tables_of_long_chunks_show_losses_and_what_was_not_measured():
     prepared = {"name": "1 x 1 rows", "floor_us": 1.0, "times": {"flashqsa": {"median_us": 9.0}}}
     text = report_gpu.prepare_table([prepared])
     assert "| 1 x 1 rows | not measured | 9.0 | not measured | not measured | 1.0 |" in text
+
+
+def curve_row(churn: float, ours: float, theirs: float) -> report.Row:
+    return {
+        "measure": "gpu curve", "rows": 8192, "context": 131072, "heads": [24, 2], "churn": churn,
+        "floors_us": {"attend": 500.0},
+        "times": {"flashqsa attend": {"median_us": ours}, "vllm attend": {"median_us": theirs}},
+    }  # fmt: skip
+
+
+def points(picture: str) -> list[list[tuple[float, float]]]:
+    lines = re.findall(r'points="([^"]+)"', picture)
+    return [[tuple(map(float, point.split(","))) for point in line.split()] for line in lines]
+
+
+def test_the_curve_has_its_points_where_the_results_are():
+    picture = report_pictures.overlap_curve([curve_row(1.0, 4000, 1000), curve_row(0.0, 1000, 3000)])
+    theirs, ours, floor = points(picture)  # 'row by row' was not measured
+    assert ours[0][0] == theirs[0][0] < ours[1][0]
+    assert ours[1][1] == theirs[0][1], "1 ms is as high in both"
+    assert floor[0][1] == floor[1][1] > ours[1][1]
+
+
+def test_shares_of_stages_fill_their_bars():
+    stages = {"select": {"median_us": 30.0}, "attend": {"median_us": 10.0}}
+    picture = report_pictures.stage_shares([{"name": "1 x 131072", "flashqsa": stages}], [])
+    widths = [float(found) for found in re.findall(r'class="f." [^>]*width="([\d.]+)"', picture)]
+    assert widths[0] == pytest.approx(3 * widths[1], abs=0.2)
+    assert "decode, 1 x 131,072 tokens" in picture
+    assert report_pictures.pictures([], []) == {}
+
+
+def test_reported_results_are_shown_and_others_refused(tmp_path: Path):
+    assert report_reported.reported_table(tmp_path) == "None so far.\n"
+    spread = {"median_us": 1500.0, "p20_us": 1.0, "p80_us": 1.0, "calls": 7}
+    result = {
+        "benchmark": "flashqsa bench", "shapes": {}, "backends": {}, "requests": 2, "rows": 4096,
+        "page_tokens": 64, "dtype": "bfloat16", "device_name": "A card", "threads": 1,
+        "versions": {"flashqsa": "0.1", "torch": "2", "triton": None},
+        "contexts": [{"context": 8192, "times": {"select + attend": spread}}],
+        "break_even": {"tokens": None, "told": "not looked for"},
+    }  # fmt: skip
+    (tmp_path / "card.json").write_text(json.dumps(result), encoding="utf-8")
+    text = report_reported.reported_table(tmp_path)
+    assert "| A card | bfloat16 | 2 x 4,096 | 8,192 | 1.5 | - | not looked for | flashqsa 0.1, torch 2" in text
+    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ArgumentError):
+        report_reported.reported_table(tmp_path)
