@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export RUFF_CACHE_DIR := build/ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-vllm lint format pytest demo clean
+.PHONY: help install test test-gpu test-vllm lint format pytest demo clean
 
 help: ## Print the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{ printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ pytest: $(INSTALLED) ## Run the tests that need no GPU
 ifeq ($(strip $(PYTEST_ARGS)),)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(PYTEST_WORKERS) tests/kernels
 endif
+
+test-gpu: $(INSTALLED) ## Run the tests that need a GPU, and some under compute-sanitizer
+	$(BIN)/python -m benchmarks gpu-check
 
 # vLLM pins versions of its own, so it gets an environment of its own. Its torchvision and torchaudio are built for CUDA
 # and do not load beside a CPU build of torch: torchaudio is not needed, of torchvision only what registers operators fails.
