@@ -23,7 +23,7 @@ export RUFF_CACHE_DIR := build/ruff
 .PHONY: help install test test-gpu test-vllm lint format pytest demo clean
 
 help: ## Print the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{ printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv with the pinned tools and this package
 
