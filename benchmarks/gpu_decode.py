@@ -35,12 +35,14 @@ from benchmarks.gpu_workload import (
     randn,
     shuffled_pages,
 )
-from flashqsa import LayerCache, attend, plan_step, select_blocks
+from flashqsa import LayerCache, StepPlan, attend, plan_step, select_blocks
 from flashqsa.backends import multiprocessors
 
 NAME = "gpu-decode"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_decode.jsonl"
 WORKSPACE_BYTES = 256 << 20
+MOST_FOR_WIDE_TABLES = 1.1
+"""Time of a step whose page table is far wider than its requests are long, over that of the step planned tightly."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,20 @@ class Shape:
     context: int
     rows: int = 1
     fp8_index: bool = False
+    table_tokens: int | None = None
+    """What page table and plan have room for, where that is more than the context."""
 
     def __str__(self) -> str:
         verify = f" x {self.rows} rows" if self.rows > 1 else ""
-        return f"{self.requests} x {self.context}{verify}{', fp8 index' if self.fp8_index else ''}"
+        wide = f", table of {self.table_tokens}" if self.table_tokens else ""
+        return f"{self.requests} x {self.context}{verify}{', fp8 index' if self.fp8_index else ''}{wide}"
 
 
 SHAPES = [
     Shape(1, 8192), Shape(1, 131072), Shape(1, 1048576), Shape(8, 32768), Shape(32, 131072), Shape(128, 32768),
     Shape(128, 131072), Shape(256, 8192), Shape(1, 1048576, fp8_index=True), Shape(32, 131072, fp8_index=True),
-    Shape(128, 131072, fp8_index=True), Shape(32, 131072, rows=4),
+    Shape(128, 131072, fp8_index=True), Shape(32, 131072, rows=4), Shape(1, 8192, table_tokens=1 << 20),
+    Shape(32, 8192, table_tokens=1 << 20),
 ]  # fmt: skip
 
 
@@ -68,7 +74,7 @@ class Workload:
     """Random tensors of one shape: shuffled pages, correlated rows within a request."""
 
     def __init__(self, shape: Shape, generator: torch.Generator) -> None:
-        self.shape, device = shape, torch.device("cuda")
+        self.shape = shape
         table, total = shuffled_pages(shape.requests, shape.context, generator)
         keys = normed(randn(generator, total, PAGE // BLOCK, INDEX_DIM))
         self.index_dtype = torch.float8_e4m3fn if shape.fp8_index else torch.bfloat16
@@ -79,15 +85,23 @@ class Workload:
         index_q = base + 0.3 * randn(generator, shape.requests, shape.rows, INDEX_HEADS, INDEX_DIM)
         self.index_q = normed(index_q.view(count, INDEX_HEADS, INDEX_DIM)).to(self.index_dtype)
         self.q, self.gate = (randn(generator, count, Q_HEADS, HEAD_DIM) for _ in range(2))
-        self.plan = plan_step(
+        self.tight_plan = self.plan = self._plan(table, shape.context, total)
+        if shape.table_tokens:
+            wide = table.new_zeros(shape.requests, shape.table_tokens // PAGE)
+            wide[:, : table.shape[1]] = table
+            self.plan = self._plan(wide, shape.table_tokens, total)
+        self.selection = select_blocks(self.index_q, self.cache, self.plan)
+        self.scores = self.plan.scratch("select.scores", (count, self.plan.max_seq_len // BLOCK), torch.float32)
+        self.out = torch.empty_like(self.q)
+
+    def _plan(self, table: torch.Tensor, max_seq_len: int, pages: int) -> StepPlan:
+        shape, device = self.shape, table.device
+        return plan_step(
             (torch.arange(shape.requests + 1, device=device) * shape.rows).to(torch.int32),
             torch.full((shape.requests,), shape.context, dtype=torch.int32, device=device),
             table, page_tokens=PAGE, block_tokens=BLOCK, topk_blocks=TOPK, max_query_len=shape.rows,
-            max_seq_len=shape.context, num_pages=total, num_rows=count,
+            max_seq_len=max_seq_len, num_pages=pages, num_rows=shape.requests * shape.rows,
         )  # fmt: skip
-        self.selection = select_blocks(self.index_q, self.cache, self.plan)
-        self.scores = self.plan.scratch("select.scores", (count, shape.context // BLOCK), torch.float32)
-        self.out = torch.empty_like(self.q)
 
     def score(self) -> None:
         """The first kernel of selection, by itself."""
@@ -115,6 +129,11 @@ class Workload:
         """What a layer does between preparation and output projection."""
         self.select()
         self.attend()
+
+    def tight(self) -> None:
+        """The same with a plan that has room for the context and no more."""
+        select_blocks(self.index_q, self.cache, self.tight_plan, out=self.selection, workspace_bytes=WORKSPACE_BYTES)
+        attend(self.q, self.cache, self.selection, self.tight_plan, gate=self.gate, out=self.out)
 
     def gate_correctness(self) -> dict[str, float]:
         """Sampled rows beside float64 and fp32."""
@@ -165,6 +184,8 @@ def measure(shape: Shape, vllm: Any, timer: Timer, ceilings: Ceilings, generator
     attended = sum(request.unique().numel() for request in rows) * BLOCK
     row["floor_us"] = (key_bytes + attended * KV_HEADS * 2 * HEAD_DIM * 2) / ceilings.copy_bytes_per_us
     timed = {"all": work.all, "select": work.select, "score": work.score, "attend": work.attend}
+    if shape.table_tokens:
+        timed["tight"] = work.tight
     contenders = {f"flashqsa {stage}": run for stage, run in timed.items()}
     if vllm is not None:
         peer = Peer(vllm, work)
@@ -174,6 +195,8 @@ def measure(shape: Shape, vllm: Any, timer: Timer, ceilings: Ceilings, generator
     for engine in ("flashqsa", "vllm"):
         found = {name.split()[1]: spread for name, spread in times.items() if name.startswith(engine)}
         row[engine] = found or None
+    if shape.table_tokens:
+        row["wide_over_tight"] = times["flashqsa all"]["median_us"] / times["flashqsa tight"]["median_us"]
     return row
 
 
@@ -187,7 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure every shape; a line each on the terminal, all figures in the file."""
+    """Measure every shape; a line each on the terminal, all figures in the file. 1 when wide tables cost too much."""
     if not torch.cuda.is_available():
         print("gpu-decode: needs a CUDA GPU, found none.", file=sys.stderr)
         return 2
@@ -195,16 +218,17 @@ def run(options: argparse.Namespace) -> int:
     timer, generator = Timer(), torch.Generator("cuda").manual_seed(0)
     ceilings = Ceilings.measure(timer)
     facts = {"environment": gpu_environment(options.commit), "command": command(), **asdict(ceilings)}
-    lines = []
+    lines, fine = [], True
     for shape in SHAPES:
         if options.shapes not in str(shape):
             continue
         row = measure(shape, vllm, timer, ceilings, generator)
         lines.append(json.dumps({**facts, **row}))
         print(_line(row), flush=True)
+        fine &= row.get("wide_over_tight", 0.0) <= MOST_FOR_WIDE_TABLES
         if options.out:
             options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return 0
+    return 0 if fine else 1
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -216,4 +240,6 @@ def _line(row: dict[str, Any]) -> str:
         theirs = {stage: spread["median_us"] for stage, spread in row["vllm"].items()}
         text += ", vLLM " + " ".join(f"{k} {v:.1f}" for k, v in theirs.items())
         text += f", ratio {ours['all'] / theirs['all']:.2f}"
+    if "wide_over_tight" in row:
+        text += f"; wide over tight {row['wide_over_tight']:.2f}, at most {MOST_FOR_WIDE_TABLES}"
     return text

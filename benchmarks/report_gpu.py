@@ -36,9 +36,10 @@ def decode_table(rows: list[Row]) -> str:
     for row in rows:
         ours = {stage: spread["median_us"] for stage, spread in row["flashqsa"].items()}
         theirs = None if row["vllm"] is None else {stage: spread["median_us"] for stage, spread in row["vllm"].items()}
+        wide = f" ({row['wide_over_tight']:.2f} of a tight one)" if "wide_over_tight" in row else ""
         lines.append(
             (
-                row["name"],
+                row["name"] + wide,
                 MISSING
                 if theirs is None
                 else f"{theirs['all']:.1f} ({theirs['select']:.1f} / {theirs['expand']:.1f} / {theirs['attend']:.1f})",
