@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-LONGEST = 60
+LONGEST = {"own_page_tables.py": 60, "paged_engine.py": 80}
 WITH_VLLM = "vllm_serve.py"  # run by tests/integrations/vllm/test_engine_commands.py, in vLLM's own environment
 
 
@@ -23,8 +23,9 @@ def run(name: str) -> str:
     return done.stdout
 
 
-def test_own_page_tables_reads_on_one_screen():
-    assert len((EXAMPLES / "own_page_tables.py").read_text(encoding="utf-8").splitlines()) <= LONGEST
+@pytest.mark.parametrize("name", LONGEST)
+def test_it_reads_on_one_screen(name: str):
+    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) <= LONGEST[name]
 
 
 def test_own_page_tables():
@@ -40,6 +41,29 @@ def test_patch_transformers():
     output = run("patch_transformers.py")
     assert re.search(r"layer 3: 319 rows, 67 of them within the budget", output)
     assert re.search(r"\d+ of 20 new tokens are those of stock transformers", output)
+
+
+def test_paged_engine():
+    output = run("paged_engine.py")
+    together, alone = re.search(r"7 requests in (\d+) steps, (\d+) for one after the other", output).groups()
+    assert int(together) < int(alone)
+    assert output.endswith("\nthe same tokens\n")
+
+
+def test_draft_and_verify():
+    output = run("draft_and_verify.py")
+    assert int(re.search(r"48 tokens in (\d+) verified steps of 4 rows", output)[1]) < 47
+    assert "one token a step: the same tokens" in output
+
+
+@pytest.mark.transformers
+def test_selection_study():
+    pytest.importorskip("transformers")
+    output = run("selection_study.py")
+    least, own, most = (float(found) for found in re.findall(r"budget \d+: KL (\S+) from dense", output))
+    assert least > own > most > 0
+    assert "layer 3: 900 rows attend" in output
+    assert "replayed: the same logits" in output
 
 
 def test_all_examples_are_tested():
