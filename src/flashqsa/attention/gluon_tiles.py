@@ -235,7 +235,9 @@ def _attend_half(
     gl.store(at, out.to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["visible_ptr", "request_ids_ptr", "positions_ptr", "page_table_ptr", "end_slot", "stride_pr"]
+)
 def _attend_tiles_gluon_kernel(
     q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr,
     first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr,

@@ -19,7 +19,10 @@ from flashqsa.attention.triton_union import MOST_TILE_ROWS, union_lists
 from flashqsa.launching import overlapping, wait_for_previous
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[
+    "visible_ptr", "request_ids_ptr", "positions_ptr", "page_table_ptr", "first_slots_ptr", "k_scale_ptr",
+    "v_scale_ptr", "end_slot", "stride_pr",
+])  # fmt: skip
 def _attend_tiles_kernel(
     q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr,
     first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr,

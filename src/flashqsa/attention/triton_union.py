@@ -85,7 +85,10 @@ def _ids_of_rows(
     return row, tl.minimum(tl.maximum(ids, 0), last_block), live  # never outside the request
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[
+    "block_counts_ptr", "query_starts_ptr", "seq_lens_ptr", "page_table_ptr", "first_slots_ptr", "num_requests",
+    "num_rows", "num_words", "stride_pr",
+])  # fmt: skip
 def _union_lists_kernel(
     block_ids_ptr, block_counts_ptr, query_starts_ptr, seq_lens_ptr, page_table_ptr, first_slots_ptr,
     first_rows_ptr, row_counts_ptr, union_counts_ptr, slots_ptr, bits_ptr, served_ptr, words_ptr, ranks_ptr,

@@ -92,9 +92,12 @@ def _copy(from_ptr, to_ptr, first, count, COPIED: tl.constexpr):
     tl.store(to_ptr + i, tl.load(from_ptr + i, mask=i < count), mask=i < count)
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_requests", "row_programs", "request_programs", "last_page", "table_columns"]
-)
+@triton.jit(do_not_specialize=[
+    "query_starts_ptr", "seq_lens_ptr", "page_table_ptr", "first_slots_ptr", "first_block_slots_ptr", "ring_ids_ptr",
+    "to_query_starts_ptr", "to_seq_lens_ptr", "to_page_table_ptr", "to_first_slots_ptr", "to_first_block_slots_ptr",
+    "to_ring_ids_ptr", "num_rows", "num_requests", "row_programs", "request_programs", "last_page", "table_columns",
+    "stride_pr", "stride_tr",
+])  # fmt: skip
 def _plan_step_kernel(
     query_starts_ptr, seq_lens_ptr, page_table_ptr, first_slots_ptr, first_block_slots_ptr, ring_ids_ptr,
     to_query_starts_ptr, to_seq_lens_ptr, to_page_table_ptr, to_first_slots_ptr, to_first_block_slots_ptr,

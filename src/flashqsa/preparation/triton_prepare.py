@@ -308,6 +308,8 @@ def _prepare_queries(
 
 
 @triton.jit(do_not_specialize=[
+    "positions_ptr", "k_scale_ptr", "v_scale_ptr", "request_ids_ptr", "token_positions_ptr", "slot_ids_ptr",
+    "closed_ptr", "ring_slots_ptr", "query_starts_ptr", "ring_ids_ptr", "stride_pa",
     "num_rows", "num_requests", "last_position", "num_pages", "num_block_pages", "num_rings", "end_requests",
     "end_blocks", "end_keys", "end_index", "splits", "index_splits",
 ])  # fmt: skip

@@ -11,7 +11,7 @@ COLUMNS = 1024
 """Columns that one program writes."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_counts_ptr", "visible_ptr", "request_ids_ptr", "positions_ptr"])
 def _expand_tokens_kernel(
     block_ids_ptr, block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr, out_ptr, stride_bt, stride_ot,
     TOPK: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TAIL_TOKENS: tl.constexpr, TILES: tl.constexpr,

@@ -5,8 +5,9 @@ Importing this module needs triton.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 ARCHS = (80, 86, 89, 90, 100, 120)
 """Compute capabilities, times ten, that every kernel variant compiles for."""
@@ -64,22 +65,55 @@ class Compiled:
 def recorded_launches() -> Iterator[list[Launch]]:
     """Collect the launches inside the block instead of running them."""
     launches: list[Launch] = []
+    with _told_of_launches(launches.append):
+        yield launches
+
+
+@contextmanager
+def recorded_variants(arch: int = 90) -> Iterator[set[Hashable]]:
+    """Collect the variants that the launches inside the block would need, instead of running them.
+
+    Args:
+        arch: Compute capability, times ten, whose rules of specialisation hold.
+    """
+    variants: set[Hashable] = set()
+    with _told_of_launches(lambda launch: variants.add(launch_variant(launch, arch))):
+        yield variants
+
+
+@contextmanager
+def _told_of_launches(tell: Callable[[Launch], object]) -> Iterator[None]:
     run = JITFunction.run
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         named = dict(zip(self.arg_names, args, strict=False))
         named |= {name: value for name, value in kwargs.items() if name in self.arg_names}
-        launches.append(Launch(self, named, {k: v for k, v in kwargs.items() if k not in self.arg_names}))
+        tell(Launch(self, named, {k: v for k, v in kwargs.items() if k not in self.arg_names}))
 
     JITFunction.run = record
     try:
-        yield launches
+        yield
     finally:
         JITFunction.run = run
 
 
+def launch_variant(launch: Launch, arch: int = 90) -> Hashable:
+    """What Triton looks up before it compiles: launches that agree in it share a compiled kernel.
+
+    That is the kernel, the types of its arguments, its constants, what it assumes of addresses (multiples of 16 bytes)
+    and of whole numbers (1, or multiples of 16), and its options.
+    """
+    _, specialization, options = _binder(launch.kernel, arch)(**launch.arguments, **launch.options)
+    return launch.kernel.__name__, tuple(specialization), tuple(sorted(options.items()))
+
+
+@functools.cache
+def _binder(kernel: Any, arch: int) -> Any:
+    return create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", arch, 32)))
+
+
 def launch_source(launch: Launch, kind: Any = ASTSource) -> Any:
-    """What Triton's compiler compiles of a recorded launch.
+    """What Triton's compiler compiles of a recorded launch on a GPU, where tensors begin at multiples of 16 bytes.
 
     Args:
         launch: The launch.
@@ -90,16 +124,18 @@ def launch_source(launch: Launch, kind: Any = ASTSource) -> Any:
     signature, constexprs, attrs = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         value = launch.arguments[name]
-        if name in constants:
+        specialised = not kernel.params[index].do_not_specialize
+        if name in constants or (specialised and type(value) is int and value == 1):
             signature[name], constexprs[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
-            attrs[(index,)] = [["tt.divisibility", 16]]
+            if specialised:
+                attrs[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if specialised and value % 16 == 0:
                 attrs[(index,)] = [["tt.divisibility", 16]]
     return kind(kernel, signature, constexprs, attrs)
 
