@@ -12,6 +12,7 @@ from flashqsa.recording import Recording, record
 from flashqsa.results import Prepared, Selection
 from flashqsa.rope import RopeTable
 from flashqsa.selection import expand_tokens, merge_selections, select_blocks
+from flashqsa.warming import WarmupReport, warmup
 
 __version__ = "0.1.0.dev0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "RopeTable",
     "Selection",
     "StepPlan",
+    "WarmupReport",
     "__version__",
     "attend",
     "attend_tokens",
@@ -44,4 +46,5 @@ __all__ = [
     "record",
     "ring_capacity",
     "select_blocks",
+    "warmup",
 ]

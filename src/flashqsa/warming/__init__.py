@@ -1,0 +1,5 @@
+"""Warming up: every kernel that serving can reach, compiled before the first request."""
+
+from flashqsa.warming.api import WarmupReport, warmup
+
+__all__ = ["WarmupReport", "warmup"]
