@@ -153,11 +153,16 @@ def without(step: Step, *names: str) -> Step:
     return dataclasses.replace(step, cache=dataclasses.replace(step.cache, **dict.fromkeys(names)))
 
 
-def test_a_cache_without_block_keys_takes_k_and_v_alone(same_as_torch: Any) -> None:
-    """Where only attention runs; the plan is shared with layers that have both."""
-    case = StepCase("attention", ((0, 10), (6, 7)))
-    same_as_torch(case, seed=48, change=lambda step: without(step, "block_keys", "ring", "ring_positions"))
-    same_as_torch(case, seed=48, change=lambda step: without(step, "block_keys"))
+def test_fault_41_k_and_v_alone_have_the_bits_of_all_together(same_as_torch: Any, dtype: torch.dtype) -> None:
+    """A cache without block keys, where only attention runs; the plan is shared with layers that have both."""
+    case = StepCase("attention", ((0, 10), (6, 7)), dtype=dtype)
+    whole, fused = same_as_torch(case, seed=48)
+    for missing in (("block_keys", "ring", "ring_positions"), ("block_keys",)):
+        part, prepared = same_as_torch(case, seed=48, change=lambda step, names=missing: without(step, *names))
+        for name in ("k_pages", "v_pages"):
+            assert_bitwise_equal(getattr(part.cache, name), getattr(whole.cache, name), name)
+        for name in ("q", "index_q"):
+            assert_bitwise_equal(getattr(prepared, name), getattr(fused, name), name)
 
 
 def unringed(step: Step) -> Step:
