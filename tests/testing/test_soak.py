@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,23 +13,53 @@ import torch
 
 from flashqsa import CacheLayout, PagedPool, Selection, StepPlan
 from flashqsa.cache.pool.memory import PoolMemory
-from flashqsa.errors import FlashQSAError
+from flashqsa.errors import ArgumentError, FlashQSAError
 from flashqsa.testing import soak
 from flashqsa.testing.soak import run_stages
+from flashqsa.testing.soak_command import main
 
 ACTIONS = {"admit", "fork", "hit", "hold", "hand_over", "close", "ragged", "padded_decode", "verify", "reuse", "abort"}
-STEPS = 60
+STEPS = 300
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "debug"), [(0, "0"), (1, "1")])
-def test_soak(monkeypatch: pytest.MonkeyPatch, seed: int, debug: str) -> None:
-    """Also with freed memory poisoned, and values and accounts checked."""
-    monkeypatch.setenv("FLASHQSA_DEBUG", debug)
-    report = soak(STEPS, seed=seed, stages="torch", max_tokens=260, num_pages=60)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(3))
+def test_soak_of_300_steps(seed: int) -> None:
+    report = soak(STEPS, seed=seed, stages="torch")
     assert report.steps == STEPS == sum(report.actions.values())
-    assert report.rows > 5 * STEPS
-    assert len(ACTIONS & set(report.actions)) >= 9, report.actions
+    assert report.rows > 20 * STEPS
+    assert len(ACTIONS & set(report.actions)) >= 10, report.actions
+
+
+@pytest.mark.slow
+def test_soak_with_values_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed memory poisoned, values and accounts checked; short requests and few pages, so that more is shared."""
+    monkeypatch.setenv("FLASHQSA_DEBUG", "1")
+    report = soak(60, seed=1, stages="torch", max_tokens=260, num_pages=60)
+    assert sum(report.actions.values()) == 60
+    assert report.rows > 5 * 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_tokens", [4, 80])
+def test_soak_on_pages_of_any_size(page_tokens: int) -> None:
+    report = soak(40, seed=6, stages="torch", max_tokens=320, page_tokens=page_tokens, num_pages=1200 // page_tokens)
+    assert report.rows > 5 * 40
+
+
+def test_soak_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["8", "--seed", "3", "--stages", "torch", "--max-tokens", "60", "--num-pages", "30"])
+    printed = json.loads(capsys.readouterr().out)
+    report = soak(8, seed=3, stages="torch", max_tokens=60, num_pages=30)
+    assert {name: printed[name] for name in ("steps", "seed", "rows", "requests", "replays", "actions")} == {
+        **dataclasses.asdict(report), "seed": 3,
+    }  # fmt: skip
+
+
+def test_graphs_need_a_gpu(refuses: Any) -> None:
+    with refuses(ArgumentError, "soak", "graphs", "cpu"):
+        soak(1, graphs=True)
 
 
 def test_soak_is_a_function_of_its_seed() -> None:
@@ -50,18 +82,27 @@ def _another_block(output: torch.Tensor, selection: Selection, plan: StepPlan) -
     return output, replace(selection, block_ids=torch.where(many[:, None], first, selection.block_ids))
 
 
+def _padding_written(output: torch.Tensor, selection: Selection, plan: StepPlan) -> Any:
+    """Rows that nobody asked for are not zero."""
+    return output.masked_fill((plan.request_ids < 0)[:, None, None], 1.0), selection
+
+
 def _imprecise(output: torch.Tensor, selection: Selection, plan: StepPlan) -> Any:
     return output.half().float(), selection
 
 
-@pytest.mark.parametrize("fault", [_without_the_last_block, _another_block, _imprecise], ids=lambda f: f.__name__[1:])
+FAULTS = [_without_the_last_block, _another_block, _padding_written, _imprecise]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__[1:])
 def test_soak_sees_a_stage_that_is_wrong(fault: Callable[..., Any]) -> None:
     right = run_stages("torch")
 
     def wrong(inputs: Any, cache: Any, plan: StepPlan, selection: Selection | None) -> Any:
         return fault(*right(inputs, cache, plan, selection), plan)
 
-    with pytest.raises(AssertionError, match=r"step \d+, request \d+, layer 1"):
+    where = "rows of padding" if fault is _padding_written else r"request \d+, layer 1"
+    with pytest.raises(AssertionError, match=rf"step \d+, .*{where}"):
         soak(40, seed=2, stages=wrong, max_tokens=300)
 
 
