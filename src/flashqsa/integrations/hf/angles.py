@@ -28,7 +28,7 @@ class WholeTables:
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         half = cos.shape[-1] // 2
         self.cos, self.sin = cos[..., :half], sin[..., :half]
-        self.batch_rows = cos.shape[0]
+        self.batch_rows, self.columns = cos.shape[:2]
 
     def of_rows(self, query_tokens: int) -> Pair:
         """Angles of the last tokens of each batch row, [B * Q, half] each."""
@@ -38,6 +38,10 @@ class WholeTables:
         """Angles of some columns of some batch rows, [rows, columns, half] each."""
         rows = list(batch_rows)
         return self.cos[:, columns][rows], self.sin[:, columns][rows]
+
+    def of_span(self, first_column: int, end_column: int) -> Pair:
+        """Angles of consecutive columns of every batch row, [B, columns, half] each."""
+        return self.cos[:, first_column:end_column], self.sin[:, first_column:end_column]
 
 
 class NeededAngles:
@@ -64,12 +68,14 @@ class NeededAngles:
         self.tables = tables
         self.like = like
         self.position_ids = position_ids
-        self.batch_rows = position_ids.shape[1]
+        self.batch_rows, self.columns = position_ids.shape[1:]
         self.device = like.device if device is None else device
         self.known = {} if known is None else known
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> NeededAngles:
         """The same for a layer on another device, as accelerate asks; angles are computed once and copied once."""
+        if device == self.device:
+            return self
         device = torch.empty(0, device=device).device
         if device == self.device:
             return self
@@ -88,6 +94,12 @@ class NeededAngles:
             return self._compute(positions if whole else positions[:, list(batch_rows)])
 
         return self._once((batch_rows, columns.start, columns.stop, columns.step), compute)
+
+    def of_span(self, first_column: int, end_column: int) -> Pair:
+        """As `WholeTables.of_span`."""
+        return self._once(
+            ("span", first_column, end_column), lambda: self._compute(self.position_ids[..., first_column:end_column])
+        )
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.tables(self.like, self.position_ids))

@@ -11,6 +11,15 @@ from flashqsa.cache import LayerCache
 from flashqsa.errors import UnsupportedError
 from flashqsa.integrations.hf.angles import Angles, NeededAngles, WholeTables
 from flashqsa.integrations.hf.following import follow_caches
+from flashqsa.integrations.hf.kernels import (
+    Projected,
+    Ready,
+    in_whole_pages,
+    norms_for_kernel,
+    prepare_apart,
+    prepare_growing,
+    prepare_without_cache,
+)
 from flashqsa.integrations.hf.masks import MASK_NAME, HFStep, PlaceError
 from flashqsa.integrations.hf.pooled import known_state, pool_new_blocks, remember
 from flashqsa.integrations.hf.report import count_rows
@@ -21,7 +30,6 @@ from flashqsa.results import Selection
 from flashqsa.selection import select_blocks
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # its plan and loops are no graph; the rest stays one
 def attention_forward(
     self: Any,
     hidden_states: torch.Tensor,
@@ -44,10 +52,21 @@ def attention_forward(
     Returns:
         Output [B, Q, hidden], and None for attention weights, which are never built.
     """
-    step = attention_mask
-    _check_call(self, step, kwargs)
-    assert isinstance(step, HFStep)
-    step = step.to(hidden_states.device)
+    runs = _attend_outside_graphs if torch.compiler.is_compiling() else _attend
+    return runs(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+
+
+def _attend(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: NeededAngles | tuple[torch.Tensor, torch.Tensor],
+    attention_mask: HFStep | torch.Tensor | None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    _check_call(self, attention_mask, kwargs)
+    assert isinstance(attention_mask, HFStep)
+    step = attention_mask.to(hidden_states.device)
     step = step.with_budget(_topk_blocks(self, step))
     cache = kwargs.get("past_key_values") if cache is None else cache
     batch, q_length, _ = hidden_states.shape
@@ -56,32 +75,57 @@ def attention_forward(
             f"flashqsa: attention_mask must be [B, tokens] = [{batch}, {q_length}] without a cache, got "
             f"{step.kv_tokens} columns. Pass the cache whose tokens the mask counts, or a mask of these tokens."
         )
-    dim, index_dim = self.head_dim, self.indexer.index_head_dim
-    q, gate = self.q_proj(hidden_states).view(batch * q_length, -1, 2 * dim).split(dim, dim=-1)
-    k = self.k_proj(hidden_states).view(batch * q_length, -1, dim)
-    v = self.v_proj(hidden_states).view(batch, q_length, -1, dim)
-    index_qk = self.indexer.index_qk_proj(hidden_states).view(batch, q_length, -1, index_dim)
-
+    rows, dim, index_dim = batch * q_length, self.head_dim, self.indexer.index_head_dim
+    projected = Projected(
+        self.q_proj(hidden_states).view(rows, -1, 2 * dim),
+        self.k_proj(hidden_states).view(rows, -1, dim),
+        self.v_proj(hidden_states).view(rows, -1, dim),
+        self.indexer.index_qk_proj(hidden_states).view(rows, -1, index_dim),
+        batch,
+    )
     angles = _angles(position_embeddings, hidden_states.device, batch)
-    row_cos, row_sin = angles.of_rows(q_length)
-    q = rotate(self.q_norm(q), row_cos, row_sin).to(q.dtype)
-    k = rotate(self.k_norm(k), row_cos, row_sin).to(k.dtype).view(batch, q_length, -1, dim)
+    ready = _prepare(self, projected, angles, step, cache)
+    selection = _select(self, ready.q, ready.index_q, ready.cache, ready.step)
+    count_rows(self, selection)
+    gate = projected.q_gate[..., dim:]
+    attended = attend(ready.q, ready.cache, selection, ready.step.plan, gate=gate, softmax_scale=self.scaling)
+    return self.o_proj(cast(torch.Tensor, attended).view(batch, q_length, -1)), None
 
+
+_attend_outside_graphs = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+"""Its plan and loops are no graph; the rest of a model stays one. Where nothing is compiled this costs host time."""
+
+
+def _prepare(self: Any, rows: Projected, angles: Angles, step: HFStep, cache: Any) -> Ready:
+    """Norms, rotation and caches: by one kernel where that serves, and as transformers' modules do it elsewhere."""
+    norms = norms_for_kernel(self, rows, angles, step)
+    if norms is not None and cache is None:
+        return prepare_without_cache(self, rows, norms, angles, step)
+    if norms is not None:
+        ready = prepare_growing(self, rows, norms, angles, step, cache)
+        if ready is not None:
+            return ready
+        q, index_q, k = prepare_apart(rows, norms, angles, step)
+    else:
+        row_cos, row_sin = angles.of_rows(rows.query_tokens)
+        q = rows.q_gate[..., : self.head_dim]
+        q = rotate(self.q_norm(q), row_cos, row_sin).to(q.dtype)
+        k = rotate(self.k_norm(rows.k), row_cos, row_sin).to(rows.k.dtype)
+        with torch.no_grad():
+            index_q = self.indexer.q_layernorm(rows.index_qk[:, :-1])
+            index_q = rotate(index_q, row_cos, row_sin).to(index_q.dtype)
     past = 0 if cache is None else int(cache.get_seq_length(self.layer_idx))
     with torch.no_grad():
-        index_q = self.indexer.q_layernorm(index_qk[:, :, :-1].flatten(0, 1))
-        index_q = rotate(index_q, row_cos, row_sin).to(index_qk.dtype)
-        block_keys = _block_keys(self, index_qk[:, :, -1], angles, cache, step, past)
-    k_states, v_states = k.transpose(1, 2), v.transpose(1, 2)
+        block_keys = _block_keys(self, rows.by_batch_row(rows.index_qk[:, -1]), angles, cache, step, past)
+    k_states, v_states = rows.by_batch_row(k).transpose(1, 2), rows.by_batch_row(rows.v).transpose(1, 2)
     if cache is not None:
         k_states, v_states = cache.update(k_states, v_states, self.layer_idx)
-    layer_cache = LayerCache(
-        k_states.transpose(1, 2), v_states.transpose(1, 2), block_keys, None, None, layer_id=self.layer_idx
-    )
-    selection = _select(self, q, index_q, layer_cache, step)
-    count_rows(self, selection)
-    attended = attend(q, layer_cache, selection, step.plan, gate=gate, softmax_scale=self.scaling)
-    return self.o_proj(cast(torch.Tensor, attended).view(batch, q_length, -1)), None
+    k_states, v_states = k_states.transpose(1, 2), v_states.transpose(1, 2)
+    if norms is not None and not getattr(cache.layers[self.layer_idx], "is_compileable", False):
+        columns = step.block_capacity * step.plan.block_tokens
+        k_states, v_states = in_whole_pages(k_states, columns), in_whole_pages(v_states, columns)
+        step = step.with_columns(columns)
+    return Ready(q, index_q, LayerCache(k_states, v_states, block_keys, None, None, layer_id=self.layer_idx), step)
 
 
 def _topk_blocks(self: Any, step: HFStep) -> int:

@@ -18,7 +18,12 @@ from flashqsa.errors import FlashQSAError, UnsupportedError
 from flashqsa.plan import StepPlan, plan_step
 
 MASK_NAME = "flashqsa"
-LEAST_BLOCKS = 256
+
+PAGE_BLOCKS = 64
+"""Blocks of a page: contexts get whole pages, so that kernels address all of them alike."""
+
+LARGEST_SHARE = 8
+"""A context gets at most one page, or one part in so many, more than it needs."""
 
 _forwards = itertools.count()
 
@@ -46,7 +51,7 @@ class HFStep:
     kv_tokens: int
     block_capacity: int
     forward_id: int = field(default_factory=lambda: next(_forwards))
-    _variants: dict[tuple[torch.device, int], HFStep] = field(default_factory=dict, repr=False, compare=False)
+    _variants: dict[Any, HFStep] = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> HFStep:
         """The same step on another device, copied once: the layers of a model may be spread over several.
@@ -55,6 +60,8 @@ class HFStep:
             device: Where a layer runs.
             non_blocking: As accelerate passes it; a plan is needed at once.
         """
+        if device == self.plan.device:
+            return self
         device = torch.empty(0, device=device).device  # "cuda" becomes the one that it stands for
         if device == self.plan.device:
             return self
@@ -74,9 +81,31 @@ class HFStep:
             return self
         return self._variant((self.plan.device, topk_blocks), lambda: {"topk_blocks": topk_blocks})
 
-    def _variant(self, key: tuple[torch.device, int], changes: Callable[[], dict[str, Any]]) -> HFStep:
+    def with_columns(self, kv_tokens: int) -> HFStep:
+        """The same step over K and V with another number of columns, made once.
+
+        Args:
+            kv_tokens: That number, at least the tokens after this forward.
+        """
+        if kv_tokens == self.kv_tokens or len(self.starts) == 1:  # one batch row begins where it does
+            return self
+
+        def changes() -> dict[str, Any]:
+            plan = self.plan
+            assert plan.first_slots is not None
+            assert plan.first_block_slots is not None
+            further = plan.first_block_slots // self.block_capacity * (kv_tokens - self.kv_tokens)
+            slot_ids = plan.slot_ids + further[plan.request_ids.clamp(min=0).to(torch.int64)]
+            return {
+                "first_slots": plan.first_slots + further,
+                "slot_ids": torch.where(plan.slot_ids < 0, plan.slot_ids, slot_ids),
+            }
+
+        return self._variant(("columns", kv_tokens), changes, kv_tokens=kv_tokens)
+
+    def _variant(self, key: Any, changes: Callable[[], dict[str, Any]], **own: Any) -> HFStep:
         if key not in self._variants:
-            self._variants[key] = replace(self, plan=replace(self.plan, **changes()), _variants={})
+            self._variants[key] = replace(self, plan=replace(self.plan, **changes()), _variants={}, **own)
         return self._variants[key]
 
     @property
@@ -94,9 +123,10 @@ class HFStep:
 
 
 def block_capacity(kv_tokens: int, block_tokens: int) -> int:
-    """Blocks to allocate for a context: powers of two, so that growing contexts seldom copy."""
-    blocks = max(LEAST_BLOCKS, kv_tokens // block_tokens)
-    return int(1 << (blocks - 1).bit_length())
+    """Blocks to allocate for a context: whole pages, in steps that grow with it, so that contexts seldom move."""
+    pages = max(1, -(-kv_tokens // (PAGE_BLOCKS * block_tokens)))
+    step = max(1, (1 << (pages.bit_length() - 1)) // LARGEST_SHARE)
+    return -(-pages // step) * step * PAGE_BLOCKS
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
