@@ -194,7 +194,7 @@ def test_fault_45_nan_where_no_row_of_a_chunk_attends(released: Any) -> None:
 
 
 def test_fault_45_neighbours_without_a_common_block(released: Any) -> None:
-    """The rows of a tile select disjoint blocks; then every second row, then one row alone, shares none."""
+    """Rows share blocks with every second, fifth or nineteenth row alone: rows of a tile have none in common."""
     rows, context = 60, 40_000
     work = released(1, context, rows, seed=98)
     plan = work.plan([context], [rows])
