@@ -35,6 +35,10 @@ _POINTERS = {
 }
 
 
+Variant = tuple[str, frozenset[tuple[str, Hashable]]]
+"""Name of a kernel, and what is fixed of each argument and option, by name."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One recorded launch: the kernel, its arguments by name, and its options."""
@@ -70,13 +74,13 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def recorded_variants(arch: int = 90) -> Iterator[set[Hashable]]:
+def recorded_variants(arch: int = 90) -> Iterator[set[Variant]]:
     """Collect the variants that the launches inside the block would need, instead of running them.
 
     Args:
         arch: Compute capability, times ten, whose rules of specialisation hold.
     """
-    variants: set[Hashable] = set()
+    variants: set[Variant] = set()
     with _told_of_launches(lambda launch: variants.add(launch_variant(launch, arch))):
         yield variants
 
@@ -97,14 +101,15 @@ def _told_of_launches(tell: Callable[[Launch], object]) -> Iterator[None]:
         JITFunction.run = run
 
 
-def launch_variant(launch: Launch, arch: int = 90) -> Hashable:
+def launch_variant(launch: Launch, arch: int = 90) -> Variant:
     """What Triton looks up before it compiles: launches that agree in it share a compiled kernel.
 
     That is the kernel, the types of its arguments, its constants, what it assumes of addresses (multiples of 16 bytes)
     and of whole numbers (1, or multiples of 16), and its options.
     """
     _, specialization, options = _binder(launch.kernel, arch)(**launch.arguments, **launch.options)
-    return launch.kernel.__name__, tuple(specialization), tuple(sorted(options.items()))
+    arguments = zip(launch.kernel.arg_names, specialization, strict=True)
+    return launch.kernel.__name__, frozenset([*arguments, *options.items()])
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from flashqsa.backends import takes_kernels
 from flashqsa.cache import CacheLayout, LayerCache
 from flashqsa.checks import expect_int, expect_type
 from flashqsa.config import QSAConfig
-from flashqsa.errors import ArgumentError, ShapeError
+from flashqsa.errors import ArgumentError, DeviceError, ShapeError
 from flashqsa.rope import RopeTable
 from flashqsa.warming.serving import Inputs, PaddingServer
 from flashqsa.warming.shapes import step_shapes
@@ -65,7 +65,7 @@ def warmup(
     Args:
         config: The checkpoint's constants; under tensor parallelism with the `q_heads` and `kv_heads` of the rank.
         cache: Caches of a layer as they are served from, or the layout of such; their dtypes, strides and scales
-            decide variants. ``CacheLayout.from_config(config, page_tokens=64)`` by default.
+            decide variants. By default scratch ones of bf16, in pages of 16 blocks.
         device: Where to run; that of `cache`, else the current CUDA device, else the CPU.
         rope: The rotary table that serving uses; its dtype decides variants. Float32 by default.
         paged: Whether requests lie in pages (`page_table`) or each in one piece (`first_slots`).
@@ -81,6 +81,7 @@ def warmup(
 
     Raises:
         ShapeError: `cache` has other heads than `config`.
+        DeviceError: `device` is not that of `cache`.
         ArgumentError: A bound is no whole number above 0, a form is unknown, or `cache` has no block keys.
         FlashQSAError: As the stages, where `cache`, `rope` and `config` do not fit each other.
     """
@@ -95,9 +96,14 @@ def warmup(
         raise ArgumentError(
             f"{where}: forms must be among {', '.join(FORMS)}, got {unknown[0]!r}. Leave out what serving does not do."
         )
+    if not isinstance(cache, LayerCache | CacheLayout | None):
+        raise ArgumentError(
+            f"{where}: cache must be a LayerCache or a CacheLayout, got {type(cache).__name__}. Pass the caches of one "
+            "layer, or leave it out."
+        )
     if cache is None:
         cache = CacheLayout.from_config(config, page_tokens=16 * config.block_tokens)
-    device = _device(cache, device)
+    device = _device(where, cache, device)
     if not takes_kernels(device):
         return WarmupReport()
     cache = _scratch_cache(cache, device) if isinstance(cache, CacheLayout) else cache
@@ -114,14 +120,14 @@ def warmup(
     return WarmupReport(counts["compiled"], counts["loaded"], len(shapes), seconds, server.refusals)
 
 
-def _device(cache: LayerCache | CacheLayout, device: torch.device | str | None) -> torch.device:
-    if isinstance(cache, LayerCache):
-        return cache.device
-    if device is None:
+def _device(where: str, cache: LayerCache | CacheLayout, device: torch.device | str | None) -> torch.device:
+    if device is None and isinstance(cache, CacheLayout):
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = cache.device if device is None and isinstance(cache, LayerCache) else torch.device(device or "cpu")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    if isinstance(cache, LayerCache) and device != cache.device:
+        raise DeviceError(f"{where}: device must be {cache.device}, that of cache, got {device}. Leave it out.")
     return device
 
 
