@@ -1,0 +1,94 @@
+"""A call that stops anywhere, for lack of memory or killed: no request, no account and no byte in use has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from flashqsa import PagedPool
+
+MOST_CALLS = 3000
+
+
+class StopsAt(TorchFunctionMode):
+    """Raises in place of one call of torch."""
+
+    def __init__(self, number: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.left, self.error = number, error
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("CUDA out of memory. Tried to allocate 2.00 MiB")
+        return function(*args, **kwargs or {})
+
+
+def in_use(pool: PagedPool) -> dict[str, torch.Tensor]:
+    """Every page and ring that a request or a prefix has."""
+    accounts = pool._accounts
+    pages = [page for page, holders in enumerate(accounts.holders) if holders]
+    rings = [account.ring_id for account in accounts.accounts.values()]
+    return {
+        listed.name: listed.tensor[pages if listed.shareable else rings]  # a copy
+        for listed in pool.tensors()
+    }
+
+
+def accounts_of(pool: PagedPool) -> Any:
+    x = pool._accounts
+    lists = {name: (list(a.page_ids), a.length, a.ring_id, a.ring_start) for name, a in x.accounts.items()}
+    return copy.deepcopy((lists, x.free_page_ids, x.free_ring_ids, x.holders, len(x.prefixes)))
+
+
+CALLS: dict[str, Callable[[PagedPool, Any], Any]] = {
+    "a step on a shared page": lambda pool, _: pool.plan_step({"a": 9, "b": 1}),
+    "a refilled step": lambda pool, held: pool.plan_step({"a": 1, "b": 2}, out=held["plan"]),
+    "pages ahead": lambda pool, _: pool.extend("b", 40),
+    "a prefix inside a block": lambda pool, _: pool.open("c", prefix_of="a", tokens=42),
+    "a held prefix": lambda pool, held: pool.open("c", prefix_of=held["prefix"]),
+    "a fork": lambda pool, _: pool.fork("a", "c"),
+    "an export": lambda pool, _: pool.export_request("a"),
+    "an import": lambda pool, held: pool.import_request("c", held["exported"]),
+}
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("what", CALLS)
+def test_a_call_that_stops_anywhere_changes_nothing(
+    make_serving: Any, draw_tokens: Any, what: str, error: type[BaseException]
+) -> None:
+    serving = make_serving(pages=30, rings=3)
+    pool = serving.pool
+    serving.open("a")
+    serving.step({"a": draw_tokens(43)})
+    serving.fork("a", "b")
+    held = {
+        "plan": pool.plan_step({}, num_requests=3, num_rows=9, table_pages=6, max_query_len=8, max_seq_len=90),
+        "prefix": pool.hold_prefix("a"),
+        "exported": pool.export_request("a"),
+    }
+    for number in range(1, MOST_CALLS):
+        kept, accounts = in_use(pool), accounts_of(pool)
+        try:
+            with StopsAt(number, error):
+                CALLS[what](pool, held)
+        except error:
+            after = in_use(pool)
+            assert all(torch.equal(after[n].view(torch.uint8), kept[n].view(torch.uint8)) for n in kept), number
+            assert accounts_of(pool) == accounts, f"call {number} of torch"
+            pool._accounts.check()
+        else:
+            break
+    else:
+        pytest.fail("the call never ends")
+    assert number > 1, "nothing was ever stopped"
+    serving.tokens["a"] = draw_tokens(43)
+    for name in ("a", "b"):
+        if pool.length(name) == 43:
+            serving.check_caches(name)

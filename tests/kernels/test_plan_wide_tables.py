@@ -1,0 +1,57 @@
+"""The plan by kernel at the edges of its tiles: tables of whole tiles, and slots before the first one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashqsa.plan import build, plan_step
+from flashqsa.plan.triton_plan import COPIED
+
+
+@pytest.mark.parametrize("columns", [COPIED - 1, COPIED, COPIED + 1, 2 * COPIED])
+def test_a_refill_copies_tables_of_any_width(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, columns: int
+) -> None:
+    def step(seed: int, **options: Any) -> Any:
+        def int32(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        table = torch.randint(0, 40, (3, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+        return plan_step(
+            int32(0, 1, 2, 3), int32(9, 8, 7), table.to(device), page_tokens=16, block_tokens=4, topk_blocks=8,
+            max_query_len=1, max_seq_len=9, num_rows=3, **options,
+        )  # fmt: skip
+
+    monkeypatch.setattr(build, "takes_kernels", lambda _: True)
+    plan = step(1)
+    table = plan.page_table.clone()
+    step(2, out=plan)
+    assert not torch.equal(plan.page_table, table)
+    assert plan.page_table.tolist() == step(2).page_table.tolist()
+
+
+@pytest.mark.parametrize("first_slot", [-9, -8, -5, -4, -3, -1, 0, 5])
+def test_the_first_block_slot_rounds_down(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, first_slot: int
+) -> None:
+    """As torch divides, also where a device does not check that slots are none below 0."""
+
+    def step() -> Any:
+        def int32(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return plan_step(
+            int32(0, 1), int32(20), None, page_tokens=None, block_tokens=4, topk_blocks=8, max_query_len=1,
+            max_seq_len=20, num_rows=1, first_slots=torch.tensor([first_slot], device=device),
+        )  # fmt: skip
+
+    monkeypatch.setattr(build, "values_are_checked", lambda _: False)
+    monkeypatch.setattr(build, "takes_kernels", lambda _: True)
+    by_kernel = step()
+    monkeypatch.setattr(build, "takes_kernels", lambda _: False)
+    by_torch = step()
+    assert by_kernel.first_block_slots.tolist() == by_torch.first_block_slots.tolist() == [first_slot // 4]
+    assert by_kernel.closed_block_slot_ids.tolist() == by_torch.closed_block_slot_ids.tolist()
