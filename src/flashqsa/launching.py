@@ -3,6 +3,9 @@
 
 A kernel that is launched with `overlapping` calls `wait_for_previous` before it touches memory that another kernel may
 write or read. Waiting is for the whole of the launch before, which waited for the one before it, and so on.
+
+Between both it may ask for lines of memory and rehearse: run its loops once with every load and store masked, so that
+its instructions are at hand when the wait ends. They come from memory otherwise, a few lines at a time.
 """
 
 import functools
@@ -14,11 +17,33 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def wait_for_previous(OVERLAP: tl.constexpr):
-    """Return when all launches before have ended and their writes are seen; let the next launch become resident."""
+def let_next_start(OVERLAP: tl.constexpr):
+    """The next launch may become resident once all programs of this one have come here or ended."""
     if OVERLAP:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_writes(OVERLAP: tl.constexpr):
+    """Return when all launches before have ended and their writes are seen."""
+    if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Let the next launch become resident, then wait for those before."""
+    let_next_start(OVERLAP)
+    wait_for_writes(OVERLAP)
+
+
+@triton.jit
+def ask_for(addresses):
+    """Ask the L2 for the lines of some addresses. Nothing is read, so it may stand before the wait."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -9,7 +9,7 @@ groups, groups into the row.
 import triton
 import triton.language as tl
 
-from flashqsa.launching import wait_for_previous
+from flashqsa.launching import ask_for, wait_for_previous
 
 
 @triton.jit
@@ -85,9 +85,11 @@ def _merge_rows_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program a row and query head; BATCH pieces are asked for at once, before it is known how many there are."""
-    wait_for_previous(OVERLAP)
     head = tl.program_id(0) % Q_HEADS
     row = (tl.program_id(0) // Q_HEADS).to(tl.int64)
+    if OVERLAP and HAS_GATE:
+        ask_for(gate_ptr + row * stride_gt + head * stride_gh + tl.arange(0, BLOCK_D))
+    wait_for_previous(OVERLAP)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     pair = row * KV_HEADS + head // GROUP
     one = tl.arange(0, 1)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashqsa.launching import overlapping, wait_for_previous
+from flashqsa.launching import let_next_start, overlapping, wait_for_writes
 from flashqsa.selection.row_levels import level_numbers
 
 
@@ -118,23 +118,26 @@ def _places(ranks, low, at_least, TOPK: tl.constexpr, BINS: tl.constexpr):
 
 @triton.jit
 def _begin_row(
-    row, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
+    row, real, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
     SCORED_ALL: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's numbers, and its ids where they need no scores. Returns its visible blocks, 0 if it is done."""
-    request = tl.load(request_ids_ptr + row)
-    visible = tl.load(visible_ptr + row)
+    """Write a row's numbers, and its ids where they need no scores. Returns its visible blocks, 0 if it is done.
+
+    Nothing is read or written unless `real`.
+    """
+    request = tl.load(request_ids_ptr + row, mask=real, other=0)
+    visible = tl.load(visible_ptr + row, mask=real, other=0)
     visible = tl.where(request < 0, 0, visible)  # an engine's padding rows may hold leftovers
     k = tl.arange(0, BLOCK_K)
-    tl.store(counts_ptr, tl.minimum(visible, TOPK))
-    tl.store(seen_ptr, visible)
-    tl.store(requests_ptr, request)
+    tl.store(counts_ptr, tl.minimum(visible, TOPK), mask=real)
+    tl.store(seen_ptr, visible, mask=real)
+    tl.store(requests_ptr, request, mask=real)
     everything = tl.where(k < visible, k, -1)  # what a row within the budget selects
     if SCORED_ALL:
-        tl.store(out_ids_ptr + k, everything, mask=(k < TOPK) & (k >= visible))
-        tl.store(out_scores_ptr + k, float("-inf"), mask=(k < TOPK) & (k >= visible))
+        tl.store(out_ids_ptr + k, everything, mask=(k < TOPK) & (k >= visible) & real)
+        tl.store(out_scores_ptr + k, float("-inf"), mask=(k < TOPK) & (k >= visible) & real)
     elif visible <= TOPK:
-        tl.store(out_ids_ptr + k, everything, mask=k < TOPK)
+        tl.store(out_ids_ptr + k, everything, mask=(k < TOPK) & real)
     return tl.where(visible <= (0 if SCORED_ALL else TOPK), 0, visible)
 
 
@@ -164,63 +167,65 @@ def _top_blocks_kernel(
     request_ids_ptr, group_ids_ptr, first_row, span, stride_s, stride_l, stride_o, stride_os,
     LEVELS: tl.constexpr, GIVEN: tl.constexpr, GROUP: tl.constexpr, WITH_SCORES: tl.constexpr,
     SCORED_ALL: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    REHEARSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row a program. Of LEVELS levels, the largest scores of levels 1 to GIVEN are there already."""
-    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     out_ids_ptr += row * stride_o
     out_scores_ptr += row * stride_os
-    visible = _begin_row(
-        first_row + row, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
-        visible_ptr, request_ids_ptr, SCORED_ALL, TOPK, BLOCK_K,
-    )  # fmt: skip
-    if visible <= 0:
-        return
     scores_ptr += row * stride_s
-    i = tl.arange(0, BLOCK)
-    if LEVELS == 1:
-        scores = tl.load(scores_ptr + i, mask=i < tl.cdiv(visible, 16) * 16, other=0.0)
-        places, _ = _places(_ranks(scores, i < visible), visible * 0 - 1, visible, TOPK, BINS)
-        tl.store(out_ids_ptr + places, i, mask=places >= 0)
-        if WITH_SCORES:
-            tl.store(out_scores_ptr + places, scores, mask=places >= 0)
-        return
     largest_ptr += row * stride_l
     group_ids_ptr += row * TOPK
-    if LEVELS - 1 > GIVEN:  # noqa: SIM102  (a constant)
-        if visible > BLOCK * GROUP**GIVEN:
-            _write_upper_levels(largest_ptr, visible, span, LEVELS, GIVEN, GROUP, BLOCK)
-    level = visible * 0
-    at_least = visible  # numbers of the level that is searched
-    while at_least > BLOCK:
-        at_least = tl.cdiv(at_least, GROUP)
-        level += 1
+    i = tl.arange(0, BLOCK)
     MORE: tl.constexpr = TOPK + TOPK // 8 + 1
-    first = at_least > 0
-    low = visible * 0 - 1
-    while level >= 0:
-        size = visible * 0 + 1
-        offset = visible * 0
-        for depth in tl.static_range(1, LEVELS):
-            size = tl.where(depth <= level, size * GROUP, size)
-            offset += tl.where(depth < level, level_numbers(span, GROUP**depth), 0)
-        number = tl.cdiv(visible, size)
-        group = tl.load(group_ids_ptr + i // GROUP, mask=i < tl.where(first, 0, TOPK * GROUP), other=0)
-        group = tl.where(first, i, group * GROUP + i % GROUP)
-        valid = (i < tl.where(first, number, TOPK * GROUP)) & (group < number)
-        from_ptr = tl.where(level == 0, scores_ptr, largest_ptr + offset)
-        scores = tl.load(from_ptr + group, mask=valid, other=0.0, cache_modifier=".cg")
-        places, low = _places(_ranks(scores, valid), low, at_least, TOPK, BINS)
-        at_least = visible * 0 + MORE  # each group holds one that reaches `low`, some of them more
-        tl.debug_barrier()  # the groups are read before others take their places
-        tl.store(tl.where(level == 0, out_ids_ptr, group_ids_ptr) + places, group, mask=places >= 0)
-        if WITH_SCORES:  # read again: they would stay in registers through the whole search
-            taken = places >= tl.where(level == 0, 0, BLOCK)
-            tl.store(out_scores_ptr + places, tl.load(scores_ptr + group, mask=taken, other=0.0), mask=taken)
-        tl.debug_barrier()
-        first = level < 0
-        level -= 1
+    for turn in tl.range(0 if REHEARSE else 1, 2):
+        real = turn == 1
+        if real:
+            wait_for_writes(OVERLAP)
+        visible = _begin_row(
+            first_row + row, real, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
+            visible_ptr, request_ids_ptr, SCORED_ALL, TOPK, BLOCK_K,
+        )  # fmt: skip
+        visible = tl.where(real, visible, BLOCK)
+        level = visible * 0
+        at_least = visible  # numbers of the level that is searched
+        if LEVELS > 1:
+            if LEVELS - 1 > GIVEN:  # noqa: SIM102  (a constant)
+                if visible > BLOCK * GROUP**GIVEN:
+                    _write_upper_levels(largest_ptr, visible, span, LEVELS, GIVEN, GROUP, BLOCK)
+            while at_least > BLOCK:
+                at_least = tl.cdiv(at_least, GROUP)
+                level += 1
+        first = at_least > 0
+        low = visible * 0 - 1
+        level = tl.where(first, level, -1)
+        while level >= 0:
+            size = visible * 0 + 1
+            offset = visible * 0
+            for depth in tl.static_range(1, LEVELS):
+                size = tl.where(depth <= level, size * GROUP, size)
+                offset += tl.where(depth < level, level_numbers(span, GROUP**depth), 0)
+            number = tl.cdiv(visible, size)
+            group = i
+            valid = i < number
+            if LEVELS > 1:
+                group = tl.load(group_ids_ptr + i // GROUP, mask=i < tl.where(first, 0, TOPK * GROUP), other=0)
+                group = tl.where(first, i, group * GROUP + i % GROUP)
+                valid = (i < tl.where(first, number, TOPK * GROUP)) & (group < number)
+            from_ptr = tl.where(level == 0, scores_ptr, largest_ptr + offset)
+            scores = tl.load(from_ptr + group, mask=valid & real, other=i.to(tl.float32), cache_modifier=".cg")
+            places, low = _places(_ranks(scores, valid), low, at_least, TOPK, BINS)
+            at_least = visible * 0 + MORE  # each group holds one that reaches `low`, some of them more
+            tl.debug_barrier()  # the groups are read before others take their places
+            to_ptr = tl.where(level == 0, out_ids_ptr, group_ids_ptr)
+            tl.store(to_ptr + places, group, mask=(places >= 0) & real)
+            if WITH_SCORES:  # read again: they would stay in registers through the whole search
+                taken = (places >= tl.where(level == 0, 0, BLOCK)) & real
+                tl.store(out_scores_ptr + places, tl.load(scores_ptr + group, mask=taken, other=0.0), mask=taken)
+            tl.debug_barrier()
+            first = level < 0
+            level -= 1
 
 
 @dataclass(frozen=True)
@@ -231,11 +236,13 @@ class TopKernelConfig:
         bins: Whether a search counts bins; else it counts above one threshold a turn.
         warps: Warps of a program.
         registers: A thread's at most.
+        rehearse: Whether programs rehearse while the launch before runs.
     """
 
     bins: bool
     warps: int
     registers: int | None = None
+    rehearse: bool = False
 
     @classmethod
     def choose(cls, rows, block, multiprocessors):
@@ -247,7 +254,7 @@ class TopKernelConfig:
             multiprocessors: Of the device.
         """
         if rows <= multiprocessors:
-            return cls(True, max(4, min(16, block // 128)))
+            return cls(True, max(4, min(16, block // 128)), 56, rehearse=True)  # fits beside programs that score
         return cls(False, max(2, min(16, block // 1024)), 128)
 
 
@@ -272,6 +279,7 @@ def top_blocks_triton(scores, largest, levels, plan, first_row, out, *, scored_a
     else:
         group_ids = plan.scratch("select.group_ids", (rows, topk), torch.int32)
     limit = {} if config.registers is None else {"maxnreg": config.registers}
+    overlap = overlapping(scores.device)
     _top_blocks_kernel[(rows,)](
         scores, largest, out.block_ids, scores if out.scores is None else out.scores, out.block_counts,
         out.visible_blocks, out.request_ids, plan.visible_blocks, plan.request_ids, group_ids,
@@ -279,5 +287,6 @@ def top_blocks_triton(scores, largest, levels, plan, first_row, out, *, scored_a
         0 if out.scores is None else out.scores.stride(0),
         LEVELS=levels.levels, GIVEN=levels.given, GROUP=levels.group, WITH_SCORES=out.scores is not None,
         SCORED_ALL=scored_all, TOPK=topk, BLOCK=levels.block, BLOCK_K=triton.next_power_of_2(topk), BINS=config.bins,
-        num_warps=config.warps, enable_fp_fusion=False, **limit, **overlapping(scores.device),
+        REHEARSE=config.rehearse and overlap["OVERLAP"], num_warps=config.warps, enable_fp_fusion=False, **limit,
+        **overlap,
     )  # fmt: skip
