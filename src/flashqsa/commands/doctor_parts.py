@@ -22,7 +22,7 @@ SERVES = {
     "transformers": "the drop-in; generate, inspect, needle",
     "safetensors": "checkpoints and recordings",
     "tokenizers": "prompts of text",
-    "matplotlib": "pictures of inspect and needle",
+    "matplotlib": "pictures of inspect, needle and bench",
     "vllm": "the plugin for vLLM",
 }
 """Packages that are looked at, and what they are needed for."""
