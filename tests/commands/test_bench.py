@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -118,6 +119,18 @@ def test_bench_for_people(small_checkpoint: Path, capfd: Capture, tmp_path: Path
                  "break-even: not looked for", "drawn: "):  # fmt: skip
         assert part in captured.out, part
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_grows_on_a_terminal_alone(
+    small_checkpoint: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(bench_command, "Console", partial(Console, force_terminal=True, width=100))
+    for quiet in ([], ["--quiet"]):
+        assert main(["bench", str(small_checkpoint), "--contexts", "32,64", *FAST, *quiet]) == 0
+        shown = capfd.readouterr().err
+        assert ("..." in shown and "1 x 1 row" in shown) != bool(quiet)
 
 
 def _measured(context: int, sparse: float, dense: float) -> Measured:

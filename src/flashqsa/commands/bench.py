@@ -12,7 +12,7 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 
 from flashqsa.cache import CacheLayout
@@ -139,17 +139,16 @@ def _run(checkpoint: Path | None, options: BenchOptions, *, as_json_: bool, show
     threads = options.threads or torch.get_num_threads()
     on_gpu = setting.device.type == "cuda"
     repeats = options.repeats or (REPEATS_GPU if on_gpu else REPEATS_CPU)
-    console, told = Console(stderr=True, highlight=False), headline(setting, named, threads)
+    console, told = Console(stderr=True, highlight=False, markup=False), headline(setting, named, threads)
     measured: list[Measured] = []
     show = show_progress and console.is_terminal
     with _memory_errors(), torch_threads(threads):
-        if show:
-            console.out(told, highlight=False)
-        with Live(make_table(lengths, [], None), console=console, transient=True) if show else _NoTable() as live:
+        first = Group(told, make_table(lengths, [], None))
+        with Live(first, console=console, transient=True) if show else _NoTable() as live:
             ceilings = measure_ceilings(setting.dtype, setting.device)
             for context in lengths:
                 measured.append(_measure(setting, context, options, repeats, ceilings))
-                live.update(make_table(lengths, measured, None))
+                live.update(Group(told, make_table(lengths, measured, None)))
     outcome = BenchOutcome(
         checkpoint=named,
         setting=setting,
