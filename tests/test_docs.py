@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,31 @@ def test_links_and_images_exist(page: Path):
         assert file.exists(), f"{page_id(page)}: {target}"
         if anchor:
             assert anchor in anchors(file), f"{page_id(page)}: {target}"
+
+
+COMMANDS = [
+    pytest.param(page, shlex.split(line, comments=True)[1:], id=f"{page_id(page)}: {line[:60].strip()}")
+    for page in LINKING
+    for line in re.findall(r"^ *(?:\$ )?(flashqsa (?!.*[A-Z]{4}).*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    if not line.startswith("flashqsa: ")
+]
+"""Command lines, without those that name a placeholder in capitals."""
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize(("page", "words"), COMMANDS)
+def test_command_lines_are_understood_and_those_of_the_readme_run(
+    page: Path, words: list[str], checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    typer = pytest.importorskip("typer")
+    from flashqsa.commands.app import build_app, main
+
+    words = words[: words.index(">")] if ">" in words else words
+    typer.main.get_command(build_app()).commands[words[0]].make_context(words[0], words[1:])
+    if page.name == "README.md":
+        monkeypatch.chdir(checkpoint_folder)
+        again = ["--force"] if words[0] == "tiny" else []
+        assert main([*words, *again]) == 0
 
 
 def anchors(page: Path) -> set[str]:
