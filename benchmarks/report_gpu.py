@@ -5,6 +5,8 @@ from __future__ import annotations
 from benchmarks.tables import Row, markdown_table, rows_of
 
 MISSING = "not measured"
+SHORT = ("1 x 131072", "32 x 131072", "128 x 131072", "32 x 131072 x 4 rows")
+"""Steps of gpu-decode in the README's table."""
 
 
 def sections(decode: list[Row], prefill: list[Row], prepare: list[Row], layer: list[Row]) -> dict[str, str]:
@@ -17,6 +19,9 @@ def sections(decode: list[Row], prefill: list[Row], prepare: list[Row], layer: l
         layer: Rows of hf-layer-gpu.
     """
     return {
+        "gpu-short": "\n".join(
+            [short_table(decode, rows_of(prefill, "gpu prefill")), origin(decode[:1]), origin(prefill[:1])]
+        ),
         "gpu-decode": decode_table(decode),
         "gpu-origin": origin(decode),
         "gpu-prefill": prefill_table(rows_of(prefill, "gpu prefill")),
@@ -28,6 +33,29 @@ def sections(decode: list[Row], prefill: list[Row], prepare: list[Row], layer: l
         "gpu-layer": layer_table(layer),
         "gpu-layer-origin": origin(layer),
     }
+
+
+def short_table(decode: list[Row], prefill: list[Row]) -> str:
+    """Selection and attention together: some steps of decode, and the first long chunk at 131,072 tokens."""
+    found = {row["name"]: row for row in decode}
+    lines = []
+    for row in (found[name] for name in SHORT if name in found):
+        theirs = None if row["vllm"] is None else row["vllm"]["all"]["median_us"] / 1e3
+        label = f"{row['requests']} x {row['rows']} rows at {row['context']:,}"
+        lines.append(_short_line(label, theirs, row["flashqsa"]["all"]["median_us"] / 1e3, row["floor_us"] / 1e3))
+    for row in [row for row in prefill if row["context"] == 131_072][:1]:
+        times = {name: spread["median_us"] / 1e3 for name, spread in row["times"].items()}
+        theirs = [times.get(f"vllm {stage}") for stage in ("select", "expand", "attend")]
+        ours = times["flashqsa select"] + times["flashqsa attend"]
+        floor = sum(row["floors_us"].values()) / 1e3
+        label = f"{row['requests']} x {row['rows']:,} rows at {row['context']:,}"
+        lines.append(_short_line(label, None if None in theirs else sum(theirs), ours, floor))
+    return markdown_table(("step", "vLLM 0.33, ms", "FlashQSA, ms", "ratio", "floor, ms"), lines)
+
+
+def _short_line(label: str, theirs: float | None, ours: float, floor: float) -> tuple[str, ...]:
+    vllm, ratio = (MISSING, MISSING) if theirs is None else (f"{theirs:.3f}", f"{ours / theirs:.2f}")
+    return label, vllm, f"{ours:.3f}", ratio, f"{floor:.3f}"
 
 
 def decode_table(rows: list[Row]) -> str:

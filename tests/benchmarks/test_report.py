@@ -99,6 +99,20 @@ def test_the_gpu_table_shows_stages_ratio_and_floor():
     )
 
 
+def test_the_short_gpu_table_adds_up_stages():
+    spread = {"all": {"median_us": 30.0}}
+    decode = {"name": "1 x 131072", "requests": 1, "rows": 1, "context": 131072, "floor_us": 3.0,
+              "flashqsa": spread, "vllm": {"all": {"median_us": 20.0}}}  # fmt: skip
+    times = {"flashqsa select": 300.0, "flashqsa attend": 700.0, "vllm select": 900.0, "vllm expand": 100.0}
+    prefill = {"requests": 1, "rows": 8192, "context": 131072, "floors_us": {"select": 80.0, "attend": 520.0},
+               "times": {name: {"median_us": us} for name, us in times.items()}}  # fmt: skip
+    text = report_gpu.short_table([decode], [prefill])
+    assert "| 1 x 1 rows at 131,072 | 0.020 | 0.030 | 1.50 | 0.003 |" in text
+    assert "| 1 x 8,192 rows at 131,072 | not measured | 1.000 | not measured | 0.600 |" in text
+    prefill["times"]["vllm attend"] = {"median_us": 3000.0}
+    assert "| 1 x 8,192 rows at 131,072 | 4.000 | 1.000 | 0.25 | 0.600 |" in report_gpu.short_table([], [prefill])
+
+
 def test_tables_of_long_chunks_show_losses_and_what_was_not_measured():
     times = {"flashqsa select": 300.0, "vllm select": 200.0, "flashqsa attend": 1500.0, "vllm attend": 3000.0}
     row = {
