@@ -263,6 +263,7 @@ def test_program_names_the_extra_that_is_missing() -> None:
     code = (
         "import sys; sys.modules['typer'] = None\n"
         "from flashqsa.commands.app import main\n"
+        "assert main(['--version']) == 0\n"
         "sys.exit(main(['tiny', 'somewhere']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -100,6 +100,9 @@ def build_app() -> typer.Typer:
 
 def _run(words: list[str]) -> int:
     """Runs one command line outside typer's own error handling, which would print several lines."""
+    if words == ["--version"]:  # without the extra too
+        print(f"flashqsa {__version__}")
+        return 0
     import typer
 
     app = build_app()
