@@ -4,8 +4,7 @@
 A kernel that is launched with `overlapping` calls `wait_for_previous` before it touches memory that another kernel may
 write or read. Waiting is for the whole of the launch before, which waited for the one before it, and so on.
 
-Between both it may ask for lines of memory and rehearse: run its loops once with every load and store masked, so that
-its instructions are at hand when the wait ends. They come from memory otherwise, a few lines at a time.
+Between both it may ask for lines of memory (`ask_for`).
 """
 
 import functools

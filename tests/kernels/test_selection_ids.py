@@ -54,12 +54,12 @@ def test_rows_of_300_scores_have_the_levels_that_forms_name(monkeypatch: pytest.
 
 
 def test_levels_of_a_row() -> None:
-    assert [RowLevels.of(width, 512, 64).block for width in (1, 65, 2048, 2049)] == [64, 128, 2048, 4096]
-    assert [RowLevels.of(1 << 20, topk, 64).block for topk in (1, 512, 4096, 10000)] == [2048, 4096, 16384, 32768]
-    long = RowLevels.of(262144, 512, 64)
-    assert (long.group, long.levels, long.given, long.span) == (8, 3, 2, 262144)
-    assert long.numbers() == 262144 // 8 + 262144 // 64
-    assert RowLevels.of(262144, 512, 32).given == 1, "groups of 64 do not fit into tiles of 32"
+    assert [RowLevels.of(width, 512, 64).block for width in (1, 65, 2048, 2049)] == [64, 128, 2048, 2048]
+    assert [RowLevels.of(1 << 20, topk, 64).block for topk in (1, 512, 4096, 10000)] == [2048, 2048, 16384, 32768]
+    long = RowLevels.of(131072, 512, 64)
+    assert (long.group, long.levels, long.given, long.span) == (4, 4, 3, 131072)
+    assert long.numbers() == 131072 // 4 + 131072 // 16 + 131072 // 64
+    assert RowLevels.of(131072, 512, 32).given == 2, "groups of 64 do not fit into tiles of 32"
     assert RowLevels.of(300, 16, 64).numbers() == 0, "a short row has no levels"
 
 

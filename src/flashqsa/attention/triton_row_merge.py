@@ -74,7 +74,7 @@ def _finish_row(
         tl.store(lse_ptr + heads, tl.where(empty, float("-inf"), lse), mask=in_g)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_counts_ptr", "visible_ptr", "request_ids_ptr", "positions_ptr", "v_scale_ptr"])
 def _merge_rows_kernel(
     gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr, block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr,
     v_scale_ptr, v_scale, stride_gt, stride_gh, stride_ot, stride_oh, stride_ct,

@@ -27,8 +27,9 @@ from flashqsa.attention.triton_row_merge import (
     _row_list,
     _segments,
 )
+from flashqsa.attention.triton_row_prefetch import _ask_early
 from flashqsa.backends import multiprocessors
-from flashqsa.launching import ask_for, let_next_start, overlapping, wait_for_writes
+from flashqsa.launching import let_next_start, overlapping, wait_for_writes
 
 SEGMENT_TOKENS = 128
 GROUP_SEGMENTS = 4
@@ -123,19 +124,18 @@ def _load_tile(
 
 @triton.jit
 def _store_piece(
-    piece, top, weight, total, partial_ptr, state_ptr, g, in_g, d, real,
+    piece, top, weight, total, partial_ptr, state_ptr, g, in_g, d,
     BLOCK_G: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Leave a piece to the merge: [piece, head, column] and [piece, 2, head]."""
-    at = partial_ptr + piece * (GROUP * BLOCK_D) + g[:, None] * BLOCK_D + d[None, :]
-    tl.store(at, total, mask=in_g[:, None] & real)
-    tl.store(state_ptr + piece * (2 * BLOCK_G) + g, top, mask=in_g & real)
-    tl.store(state_ptr + piece * (2 * BLOCK_G) + BLOCK_G + g, weight, mask=in_g & real)
+    tl.store(partial_ptr + piece * (GROUP * BLOCK_D) + g[:, None] * BLOCK_D + d[None, :], total, mask=in_g[:, None])
+    tl.store(state_ptr + piece * (2 * BLOCK_G) + g, top)
+    tl.store(state_ptr + piece * (2 * BLOCK_G) + BLOCK_G + g, weight)
 
 
 @triton.jit
 def _attend_part(
-    pair, part, real,
+    pair, part,
     q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr,
     block_ids_ptr, block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr, first_slots_ptr,
     k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, num_pages, list_units, pairs,
@@ -148,7 +148,7 @@ def _attend_part(
     PRECISION: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend one part of a row and KV head. Unless `real`, nothing is read or written."""
+    """Attend one part of a row and KV head."""
     head = pair % KV_HEADS
     row = (pair // KV_HEADS).to(tl.int64)
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
@@ -167,21 +167,23 @@ def _attend_part(
     n = tl.arange(0, BLOCK_N)
     column = n[None, :]  # places are resolved by one thread each, then handed to all that load the row
     ids_ptr = block_ids_ptr + row * stride_bt
-    readable = tl.where(real, list_units, 0)
     ids = ()
     for t in tl.static_range(TILES if ALONE else 2):
-        ids = ids + (_load_ids(ids_ptr, begin + t * BLOCK_N + column, readable, BLOCK_TOKENS),)  # noqa: RUF005
-    request = tl.load(request_ids_ptr + row, mask=real, other=0)
-    position = tl.load(positions_ptr + row, mask=real, other=0).to(tl.int32)
-    visible = tl.load(visible_ptr + row, mask=real, other=0)  # of token lists (no tail) it is not used
-    count = tl.load(block_counts_ptr + row * stride_ct, mask=real, other=0)
-    q = tl.load(q_ptr + row * stride_qt + heads[:, None] * stride_qh + d[None, :],
-                mask=in_g[:, None] & in_d[None, :] & real, other=0.0)  # fmt: skip
+        ids = ids + (_load_ids(ids_ptr, begin + t * BLOCK_N + column, list_units, BLOCK_TOKENS),)  # noqa: RUF005
+    request = tl.load(request_ids_ptr + row)
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    visible = tl.load(visible_ptr + row)  # of token lists (no tail) it is not used
+    count = tl.load(block_counts_ptr + row * stride_ct)
+    q = tl.load(q_ptr + row * stride_qt + heads[:, None] * stride_qh + d[None, :], mask=in_g[:, None] & in_d[None, :],
+                other=0.0)  # fmt: skip
     if SCALE_TENSORS:
         k_scale = tl.load(k_scale_ptr)
         v_scale = tl.load(v_scale_ptr)
     length, listed, shift, last_unit = _row_list(request, position, visible, count, BLOCK_TOKENS, INCLUDE_TAIL)
-    used = tl.where(real, _segments(length, SEGMENT, SEGMENTS), SEGMENTS)
+    used = _segments(length, SEGMENT, SEGMENTS)
+    if not WHOLE:  # noqa: SIM102  (a constant; a whole row has no return, so that it may stand in a loop)
+        if first_segment >= used:
+            return
     request = tl.maximum(request, 0).to(tl.int64)
     table_ptr = page_table_ptr + request * stride_pr
     first_slot = tl.load(first_slots_ptr + request) if not PAGED else request
@@ -190,11 +192,6 @@ def _attend_part(
     v_ptr += head.to(tl.int64) * stride_vh
     end_segment = first_segment + SHARE
     stop = tl.where(end_segment >= used, length, end_segment * SEGMENT)  # the last segment takes all that is left
-    stop = tl.where(first_segment < used, stop, begin)
-    limit = stop  # of places that are read
-    if not WHOLE:  # a rehearsal goes once through each loop and reads nothing
-        stop = tl.where(real, stop, begin + SEGMENT + 1 if ALONE else begin + BLOCK_N)
-        limit = tl.where(real, stop, 0)
     partial_ptr += pair.to(tl.int64) * (SEGMENTS * GROUP * BLOCK_D)
     state_ptr += pair.to(tl.int64) * (SEGMENTS * 2 * BLOCK_G)
 
@@ -212,14 +209,14 @@ def _attend_part(
         for t in tl.static_range(TILES):
             j = begin + t * BLOCK_N + column
             token = _token(ids[t], j, listed, shift, last_unit, BLOCK_TOKENS)
-            page = _load_pages(table_ptr, token, j < limit, PAGE_TOKENS, PAGED)
+            page = _load_pages(table_ptr, token, j < stop, PAGE_TOKENS, PAGED)
             slots = slots + (_slot(token, page, first_slot, num_pages, PAGE_TOKENS, PAGED),)  # noqa: RUF005
         for at in tl.range(begin, tl.minimum(stop, begin + SEGMENT), BLOCK_N, num_stages=STAGES):
             slot = slots[0]
             for t in tl.static_range(1, TILES):
                 slot = tl.where(at == begin + t * BLOCK_N, slots[t], slot)
             k, v = _load_tile(
-                slot, at + n < limit, k_ptr, v_ptr, stride_kp, stride_ks, stride_vp, stride_vs, d, in_d, PAGE_TOKENS,
+                slot, at + n < stop, k_ptr, v_ptr, stride_kp, stride_ks, stride_vp, stride_vs, d, in_d, PAGE_TOKENS,
                 SAME_STRIDES, EVEN_D, q.dtype,
             )  # fmt: skip
             seg_top, seg_weight, seg_total = _attend_loaded(
@@ -227,32 +224,32 @@ def _attend_part(
             )
         for at in tl.range(begin + SEGMENT, stop, BLOCK_N, num_stages=1):  # a tail that is longer than half a segment
             j = at + column
-            far = _load_ids(ids_ptr, j, readable, BLOCK_TOKENS)
+            far = _load_ids(ids_ptr, j, list_units, BLOCK_TOKENS)
             token = _token(far, j, listed, shift, last_unit, BLOCK_TOKENS)
-            page = _load_pages(table_ptr, token, j < limit, PAGE_TOKENS, PAGED)
+            page = _load_pages(table_ptr, token, j < stop, PAGE_TOKENS, PAGED)
             k, v = _load_tile(
-                _slot(token, page, first_slot, num_pages, PAGE_TOKENS, PAGED), at + n < limit, k_ptr, v_ptr, stride_kp,
+                _slot(token, page, first_slot, num_pages, PAGE_TOKENS, PAGED), at + n < stop, k_ptr, v_ptr, stride_kp,
                 stride_ks, stride_vp, stride_vs, d, in_d, PAGE_TOKENS, SAME_STRIDES, EVEN_D, q.dtype,
             )  # fmt: skip
             seg_top, seg_weight, seg_total = _attend_loaded(
                 q, k, v, (at + n < stop)[None, :], seg_top, seg_weight, seg_total, scale, PRECISION
             )
-        _store_piece(first_segment, seg_top, seg_weight, seg_total, partial_ptr, state_ptr, g, in_g, d,
-                     real & (first_segment < used), BLOCK_G, GROUP, BLOCK_D)  # fmt: skip
+        _store_piece(first_segment, seg_top, seg_weight, seg_total, partial_ptr, state_ptr, g, in_g, d, BLOCK_G, GROUP,
+                     BLOCK_D)  # fmt: skip
     else:
         token = _token(ids[0], begin + column, listed, shift, last_unit, BLOCK_TOKENS)
-        page = _load_pages(table_ptr, token, begin + column < limit, PAGE_TOKENS, PAGED)
+        page = _load_pages(table_ptr, token, begin + column < stop, PAGE_TOKENS, PAGED)
         later_ids = ids[1]
         for at in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
             k, v = _load_tile(
-                _slot(token, page, first_slot, num_pages, PAGE_TOKENS, PAGED), at + n < limit, k_ptr, v_ptr, stride_kp,
+                _slot(token, page, first_slot, num_pages, PAGE_TOKENS, PAGED), at + n < stop, k_ptr, v_ptr, stride_kp,
                 stride_ks, stride_vp, stride_vs, d, in_d, PAGE_TOKENS, SAME_STRIDES, EVEN_D, q.dtype,
             )  # fmt: skip
             # Ids are two tiles ahead and pages one, so that K and V wait for neither.
             j = at + BLOCK_N + column
             token = _token(later_ids, j, listed, shift, last_unit, BLOCK_TOKENS)
-            page = _load_pages(table_ptr, token, j < limit, PAGE_TOKENS, PAGED)
-            later_ids = _load_ids(ids_ptr, j + BLOCK_N, readable, BLOCK_TOKENS)
+            page = _load_pages(table_ptr, token, j < stop, PAGE_TOKENS, PAGED)
+            later_ids = _load_ids(ids_ptr, j + BLOCK_N, list_units, BLOCK_TOKENS)
             seg_top, seg_weight, seg_total = _attend_loaded(
                 q, k, v, (at + n < stop)[None, :], seg_top, seg_weight, seg_total, scale, PRECISION
             )
@@ -268,7 +265,7 @@ def _attend_part(
                         top, weight, total = _merge_state(top, weight, total, group_top, group_weight, group_total)
                     else:
                         _store_piece(s // GROUP_SEGMENTS, group_top, group_weight, group_total, partial_ptr, state_ptr,
-                                     g, in_g, d, real, BLOCK_G, GROUP, BLOCK_D)  # fmt: skip
+                                     g, in_g, d, BLOCK_G, GROUP, BLOCK_D)  # fmt: skip
                     group_top, group_weight, group_total = nothing, no_weight, no_total
     if WHOLE:
         gate = _load_gate(gate_ptr + row * stride_gt, heads, in_g, d, in_d, stride_gh, HAS_GATE)
@@ -276,32 +273,23 @@ def _attend_part(
                     stride_oh, v_scale, heads, MODEL_DTYPE, HAS_GATE, HAS_LSE)  # fmt: skip
 
 
-@triton.jit
-def _ask_early(
-    pair, part, q_ptr, page_table_ptr, positions_ptr, visible_ptr, request_ids_ptr, requests, table_pages, stride_qt,
-    stride_qh, stride_pr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    SEGMENTS: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """While the selection still runs, ask for what needs no ids: the queries of a row, its numbers, its page table.
-
-    A row is usually of the request of the same number; if it is not, other pages have been asked for.
-    """
-    LINE: tl.constexpr = 32
-    row = (pair // KV_HEADS).to(tl.int64)
-    i = tl.arange(0, 128)
-    request = tl.minimum(row, requests - 1)
-    for first in tl.range(part * 128 * LINE, table_pages, SEGMENTS * 128 * LINE):
-        ask_for(page_table_ptr + request * stride_pr + tl.minimum(first + i * LINE, table_pages - 1))
-    g = tl.minimum(tl.arange(0, BLOCK_G), Q_HEADS // KV_HEADS - 1) + pair % KV_HEADS * (Q_HEADS // KV_HEADS)
-    line = tl.minimum(tl.arange(0, 8) * LINE, HEAD_DIM - 1)
-    ask_for(q_ptr + row * stride_qt + g[:, None] * stride_qh + line[None, :])
-    one = row + tl.arange(0, 1)
-    ask_for(positions_ptr + one)
-    ask_for(visible_ptr + one)
-    ask_for(request_ids_ptr + one)
-
-
-@triton.jit(do_not_specialize=["num_pages", "pairs", "requests", "table_pages"])
+@triton.jit(
+    do_not_specialize=[
+        "block_counts_ptr",
+        "visible_ptr",
+        "request_ids_ptr",
+        "positions_ptr",
+        "page_table_ptr",
+        "first_slots_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
+        "num_pages",
+        "pairs",
+        "stride_pr",
+        "requests",
+        "table_pages",
+    ]
+)
 def _attend_rows_kernel(
     served_ptr, q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr,
     block_ids_ptr, block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr, first_slots_ptr,
@@ -313,8 +301,7 @@ def _attend_rows_kernel(
     SEGMENTS: tl.constexpr, GROUP_SEGMENTS: tl.constexpr, SHARE: tl.constexpr, INCLUDE_TAIL: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_LSE: tl.constexpr, SCALE_TENSORS: tl.constexpr, MODEL_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, LEFT: tl.constexpr,
-    REHEARSE: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, LEFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     let_next_start(OVERLAP)
     pid = tl.program_id(0)
@@ -323,8 +310,7 @@ def _attend_rows_kernel(
             pid % pairs, pid // pairs, q_ptr, page_table_ptr, positions_ptr, visible_ptr, request_ids_ptr, requests,
             table_pages, stride_qt, stride_qh, stride_pr, Q_HEADS, KV_HEADS, HEAD_DIM, SEGMENTS, BLOCK_G,
         )  # fmt: skip
-    if not REHEARSE:
-        wait_for_writes(OVERLAP)
+    wait_for_writes(OVERLAP)
     if LEFT:
         programs = tl.num_programs(0)
         for ahead in tl.range(0, pairs - pid, LEFT * programs):  # all flags at once: mostly nothing is left
@@ -340,7 +326,7 @@ def _attend_rows_kernel(
                         row = pair // KV_HEADS
                         if (tl.load(served_ptr + row) == 0) | (tl.load(request_ids_ptr + row) < 0):
                             _attend_part(
-                                pair, 0, tl.full((), 1, tl.int1),
+                                pair, 0,
                                 q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr, block_ids_ptr,
                                 block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr,
                                 first_slots_ptr, k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, num_pages,
@@ -351,19 +337,16 @@ def _attend_rows_kernel(
                                 SCALE_TENSORS, MODEL_DTYPE, PRECISION, BLOCK_G, BLOCK_D, BLOCK_N, STAGES,
                             )  # fmt: skip
     else:
-        for turn in tl.range(0 if REHEARSE else 1, 2):
-            if REHEARSE and turn == 1:
-                wait_for_writes(OVERLAP)
-            _attend_part(
-                pid % pairs, pid // pairs, turn == 1,  # the last parts of rows last: most have nothing to do
-                q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr, block_ids_ptr,
-                block_counts_ptr, visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr, first_slots_ptr,
-                k_scale_ptr, v_scale_ptr, scale_log2, k_scale, v_scale, num_pages, list_units, pairs, stride_qt,
-                stride_qh, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_gt, stride_gh,
-                stride_ot, stride_oh, stride_bt, stride_ct, stride_pr, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS,
-                PAGE_TOKENS, PAGED, SAME_STRIDES, SEGMENT, SEGMENTS, GROUP_SEGMENTS, SHARE, INCLUDE_TAIL, HAS_GATE,
-                HAS_LSE, SCALE_TENSORS, MODEL_DTYPE, PRECISION, BLOCK_G, BLOCK_D, BLOCK_N, STAGES,
-            )  # fmt: skip
+        _attend_part(
+            pid % pairs, pid // pairs,  # the last parts of rows last: most have nothing to do
+            q_ptr, k_ptr, v_ptr, gate_ptr, out_ptr, lse_ptr, partial_ptr, state_ptr, block_ids_ptr, block_counts_ptr,
+            visible_ptr, request_ids_ptr, positions_ptr, page_table_ptr, first_slots_ptr, k_scale_ptr, v_scale_ptr,
+            scale_log2, k_scale, v_scale, num_pages, list_units, pairs, stride_qt, stride_qh, stride_kp, stride_ks,
+            stride_kh, stride_vp, stride_vs, stride_vh, stride_gt, stride_gh, stride_ot, stride_oh, stride_bt,
+            stride_ct, stride_pr, Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS, PAGE_TOKENS, PAGED, SAME_STRIDES, SEGMENT,
+            SEGMENTS, GROUP_SEGMENTS, SHARE, INCLUDE_TAIL, HAS_GATE, HAS_LSE, SCALE_TENSORS, MODEL_DTYPE, PRECISION,
+            BLOCK_G, BLOCK_D, BLOCK_N, STAGES,
+        )  # fmt: skip
 
 
 _TORCH_TO_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -452,8 +435,6 @@ def attend_rows_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
     scale_tensors = isinstance(cache.k_scale, torch.Tensor) or isinstance(cache.v_scale, torch.Tensor)
     k_scale, v_scale = _scales(cache, q.device) if scale_tensors else (q, q)
     programs = pairs * parts if served is None else min(pairs, 2 * multiprocessors(q.device))
-    overlap = overlapping(q.device)
-    rehearse = overlap["OVERLAP"] and served is None and parts > 1 and programs <= 2 * multiprocessors(q.device)
     _attend_rows_kernel[(programs,)](
         q if served is None else served, q, cache.k_pages, cache.v_pages,
         gate if gate is not None else q, out, lse if lse is not None else out,
@@ -474,7 +455,7 @@ def attend_rows_triton(q, cache, plan, tokens, softmax_scale, *, gate, out, lse,
         HAS_GATE=gate is not None, HAS_LSE=lse is not None, SCALE_TENSORS=scale_tensors,
         MODEL_DTYPE=_TORCH_TO_TRITON[q.dtype], PRECISION="ieee", BLOCK_G=block_g, BLOCK_D=block_d,
         BLOCK_N=config.block_n, STAGES=config.stages, LEFT=0 if served is None else 128,
-        REHEARSE=rehearse, num_warps=config.warps, enable_fp_fusion=False, **overlap,
+        num_warps=config.warps, enable_fp_fusion=False, **overlapping(q.device),
     )  # fmt: skip
     if parts > 1:
         held = 1 if share == 1 else GROUP_SEGMENTS

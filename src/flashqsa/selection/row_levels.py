@@ -16,7 +16,7 @@ LEAST_BLOCK = 2048
 MOST_BLOCK = 16384
 """Numbers that a program holds at most, if that is two budgets."""
 
-MOST_GROUP = 8
+MOST_GROUP = 4
 """Numbers of one level in a group of the next, at most: the levels of few keys fit into a tile of the score kernel."""
 
 SPAN = 64

@@ -112,7 +112,22 @@ def _load_page_ids(table_ptr, block_start, m, end, PAGE_BLOCKS: tl.constexpr, WH
 
 
 @triton.jit(
-    do_not_specialize=["num_pages", "num_rows", "first_row", "least_blocks", "table_blocks", "span", "stride_l"]
+    do_not_specialize=[
+        "query_starts_ptr",
+        "seq_lens_ptr",
+        "visible_ptr",
+        "page_table_ptr",
+        "first_blocks_ptr",
+        "num_pages",
+        "num_rows",
+        "first_row",
+        "least_blocks",
+        "stride_pr",
+        "row_tiles",
+        "table_blocks",
+        "span",
+        "stride_l",
+    ]
 )
 def _score_blocks_kernel(
     q_ptr, keys_ptr, scores_ptr, largest_ptr, query_starts_ptr, seq_lens_ptr, visible_ptr, page_table_ptr,
@@ -125,8 +140,12 @@ def _score_blocks_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
-    tile = tl.program_id(0) % row_tiles  # row tiles next to each other read the same keys at the same time
-    request = tl.program_id(0) // row_tiles
+    if ONE_ROW:
+        request = tl.program_id(0)
+        tile = request * 0
+    else:
+        tile = tl.program_id(0) % row_tiles  # row tiles next to each other read the same keys at the same time
+        request = tl.program_id(0) // row_tiles
     first, step = tl.program_id(1) * BLOCK_M, tl.num_programs(1) * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     key = _key_of_row(m) if PAIRED else m

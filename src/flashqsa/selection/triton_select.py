@@ -30,15 +30,19 @@ def select_blocks_triton(index_q, cache, plan, out, *, workspace_bytes):
         blocks = 1  # nothing is scored: the top-K kernel writes every block that a row sees
     processors = multiprocessors(cache.device)
     rows_at_once = max(1, min(plan.num_rows, workspace_bytes // row_workspace_bytes(blocks, topk)))
+    if 4 < rows_at_once < plan.num_rows:
+        rows_at_once -= rows_at_once % 4  # ids of later rows stay aligned
+    all_scores = plan.scratch("select.scores", (rows_at_once, row_numbers(blocks)), torch.float32)[:, :blocks]
     config = score_kernel_config(index_q, cache, plan, rows_at_once)
     levels = RowLevels.of(blocks, topk, config.block_m)
     for first_row in range(0, plan.num_rows, rows_at_once):
         rows = slice(first_row, min(first_row + rows_at_once, plan.num_rows))
         count = rows.stop - first_row
-        scores = plan.scratch("select.scores", (count, row_numbers(blocks)), torch.float32)[:, :blocks]
-        largest = None
+        scores = all_scores[:count]
+        largest = group_ids = None
         if levels.levels > 1:
-            largest = plan.scratch("select.largest", (count, levels.numbers()), torch.float32)
+            largest = plan.scratch("select.largest", (rows_at_once, levels.numbers()), torch.float32)[:count]
+            group_ids = plan.scratch("select.group_ids", (rows_at_once, topk), torch.int32)
         if not dense:
             score_blocks_triton(
                 index_q, cache, plan, scores, first_row, 0 if scored_all else topk, config=config,
@@ -49,5 +53,5 @@ def select_blocks_triton(index_q, cache, plan, out, *, workspace_bytes):
             out.visible_blocks[rows], out.request_ids[rows],
         )  # fmt: skip
         top_blocks_triton(
-            scores, largest, levels, plan, first_row, part, scored_all=scored_all, multiprocessors=processors
+            scores, largest, group_ids, levels, plan, first_row, part, scored_all=scored_all, multiprocessors=processors
         )

@@ -14,24 +14,22 @@ distribution, few of the scores are read, and nothing overflows.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
-from flashqsa.launching import let_next_start, overlapping, wait_for_writes
+from flashqsa.launching import overlapping, wait_for_previous
 from flashqsa.selection.row_levels import level_numbers
 
 
 @triton.jit
-def _search_by_bins(ranks, low, at_least, TOPK: tl.constexpr):
+def _search_by_bins(ranks, low, high, at_least, TOPK: tl.constexpr):
     """Largest t with at least `topk` ranks >= t (found early when exactly topk are), how many are >= t and above it.
 
-    `low` is such a t; how many reach it may be a guess above topk.
+    `low` is such a t, `high` is above all; how many reach `low` may be a guess above topk.
 
     32 bins of the integer line a turn, counted downwards from the top: few turns, always less than ten, each of many
     instructions. The first spends its bins on the two octaves below the largest score, where the threshold mostly is.
     """
-    high = tl.max(ranks, 0) + 1
     above = tl.full((), 0, tl.int32)
     most_shift = tl.full((), 19, tl.int32)
     j = tl.arange(0, 32)
@@ -41,23 +39,24 @@ def _search_by_bins(ranks, low, at_least, TOPK: tl.constexpr):
         most_shift = tl.full((), 30, tl.int32)
         bins = tl.minimum(tl.maximum(high - 1 - ranks, 0) >> shift, 31)  # what is above goes into the first bin
         reached = tl.cumsum(tl.histogram(bins, 32), 0)
-        missed = tl.minimum(tl.sum((reached < TOPK).to(tl.int32), 0), 31)
-        above = tl.maximum(above, tl.max(tl.where((j < missed), reached, 0), 0))
-        at_least = tl.minimum(at_least, tl.min(tl.where((j < 31) & (j >= missed), reached, 2147483647), 0))
+        enough = reached >= TOPK  # of the last bin always: it holds all that are left
+        short = tl.max(tl.where(enough, 0, reached * 32 + j + 1), 0)  # the last bin that is not enough, and its count
+        missed = short & 31
+        above = tl.maximum(above, short >> 5)
+        at_least = tl.minimum(at_least, tl.min(tl.where(enough & (j < 31), reached, 2147483647), 0))
         low = tl.where(missed < 31, tl.maximum(low, high - ((missed + 1) << shift)), low)  # bin 31 reaches down to low
         high -= missed << shift
     return low, at_least, above
 
 
 @triton.jit
-def _search_by_guesses(ranks, low, at_least, TOPK: tl.constexpr):
+def _search_by_guesses(ranks, low, high, at_least, TOPK: tl.constexpr):
     """As `_search_by_bins`, one threshold a turn: more turns, far fewer instructions.
 
     A guess interpolates between the scores of the ends of the bracket, by rough logarithms of count / topk; an end that
     stays twice has its logarithm halved, and every fourth guess halves the bracket of bits, so plateaus and odd
     distributions end soon too.
     """
-    high = tl.max(ranks, 0) + 1
     above = tl.full((), 0, tl.int32)
     wanted = tl.full((), TOPK, tl.float32).to(tl.int32, bitcast=True)  # float bits: a rough logarithm
     over = (at_least.to(tl.float32).to(tl.int32, bitcast=True) - wanted).to(tl.float32)
@@ -91,17 +90,19 @@ def _ranks(scores, valid):
 
 
 @triton.jit
-def _places(ranks, low, at_least, TOPK: tl.constexpr, BINS: tl.constexpr):
-    """Places of the best `topk` ranks in their list, -1 for the others; and a rank that at least topk reach.
+def _places(ranks, low, high, at_least, TOPK: tl.constexpr, BINS: tl.constexpr):
+    """Places of the best `topk` ranks in their list, -1 for the others; a rank that at least topk reach; one above all.
 
-    `at_least` ranks, or topk and an unknown number more, are no lower than `low`.
+    `at_least` ranks, or topk and an unknown number more, are no lower than `low`; `high` is -1 if it is not known.
     """
     above = tl.full((), 0, tl.int32)
     if at_least > TOPK:
+        if high < 0:
+            high = tl.max(ranks, 0) + 1
         if BINS:
-            low, at_least, above = _search_by_bins(ranks, low, at_least, TOPK)
+            low, at_least, above = _search_by_bins(ranks, low, high, at_least, TOPK)
         else:
-            low, at_least, above = _search_by_guesses(ranks, low, at_least, TOPK)
+            low, at_least, above = _search_by_guesses(ranks, low, high, at_least, TOPK)
     if at_least <= TOPK:  # no tie to break: everything from the threshold on is taken
         chosen = ranks >= low
         places = tl.where(chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1, -1)
@@ -113,31 +114,28 @@ def _places(ranks, low, at_least, TOPK: tl.constexpr, BINS: tl.constexpr):
         room = TOPK - above
         chosen = better | (equal & ((before >> 16) < room))
         places = tl.where(chosen, (before & 65535) + tl.minimum(before >> 16, room), -1)
-    return places, low
+    return places, low, high
 
 
 @triton.jit
 def _begin_row(
-    row, real, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
+    row, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr, request_ids_ptr,
     SCORED_ALL: tl.constexpr, TOPK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's numbers, and its ids where they need no scores. Returns its visible blocks, 0 if it is done.
-
-    Nothing is read or written unless `real`.
-    """
-    request = tl.load(request_ids_ptr + row, mask=real, other=0)
-    visible = tl.load(visible_ptr + row, mask=real, other=0)
+    """Write a row's numbers, and its ids where they need no scores. Returns its visible blocks, 0 if it is done."""
+    request = tl.load(request_ids_ptr + row)
+    visible = tl.load(visible_ptr + row)
     visible = tl.where(request < 0, 0, visible)  # an engine's padding rows may hold leftovers
     k = tl.arange(0, BLOCK_K)
-    tl.store(counts_ptr, tl.minimum(visible, TOPK), mask=real)
-    tl.store(seen_ptr, visible, mask=real)
-    tl.store(requests_ptr, request, mask=real)
+    tl.store(counts_ptr, tl.minimum(visible, TOPK))
+    tl.store(seen_ptr, visible)
+    tl.store(requests_ptr, request)
     everything = tl.where(k < visible, k, -1)  # what a row within the budget selects
     if SCORED_ALL:
-        tl.store(out_ids_ptr + k, everything, mask=(k < TOPK) & (k >= visible) & real)
-        tl.store(out_scores_ptr + k, float("-inf"), mask=(k < TOPK) & (k >= visible) & real)
+        tl.store(out_ids_ptr + k, everything, mask=(k < TOPK) & (k >= visible))
+        tl.store(out_scores_ptr + k, float("-inf"), mask=(k < TOPK) & (k >= visible))
     elif visible <= TOPK:
-        tl.store(out_ids_ptr + k, everything, mask=(k < TOPK) & real)
+        tl.store(out_ids_ptr + k, everything, mask=(k < TOPK))
     return tl.where(visible <= (0 if SCORED_ALL else TOPK), 0, visible)
 
 
@@ -161,16 +159,27 @@ def _write_upper_levels(largest_ptr, visible, span, LEVELS: tl.constexpr, GIVEN:
     tl.debug_barrier()  # every thread's part is written before another reads it
 
 
-@triton.jit(do_not_specialize=["first_row", "span", "stride_l"])
+@triton.jit(
+    do_not_specialize=[
+        "counts_ptr",
+        "seen_ptr",
+        "requests_ptr",
+        "visible_ptr",
+        "request_ids_ptr",
+        "first_row",
+        "span",
+        "stride_l",
+    ]
+)
 def _top_blocks_kernel(
     scores_ptr, largest_ptr, out_ids_ptr, out_scores_ptr, counts_ptr, seen_ptr, requests_ptr, visible_ptr,
     request_ids_ptr, group_ids_ptr, first_row, span, stride_s, stride_l, stride_o, stride_os,
     LEVELS: tl.constexpr, GIVEN: tl.constexpr, GROUP: tl.constexpr, WITH_SCORES: tl.constexpr,
     SCORED_ALL: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BINS: tl.constexpr,
-    REHEARSE: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row a program. Of LEVELS levels, the largest scores of levels 1 to GIVEN are there already."""
-    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     out_ids_ptr += row * stride_o
     out_scores_ptr += row * stride_os
@@ -178,54 +187,53 @@ def _top_blocks_kernel(
     largest_ptr += row * stride_l
     group_ids_ptr += row * TOPK
     i = tl.arange(0, BLOCK)
+    visible = _begin_row(
+        first_row + row, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
+        visible_ptr, request_ids_ptr, SCORED_ALL, TOPK, BLOCK_K,
+    )  # fmt: skip
+    if visible <= 0:
+        return
+    low = visible * 0 - 1
+    high = visible * 0 - 1
+    if LEVELS == 1:
+        scores = tl.load(scores_ptr + i, mask=i < tl.cdiv(visible, 16) * 16, other=0.0)
+        places, _, _ = _places(_ranks(scores, i < visible), low, high, visible, TOPK, BINS)
+        tl.store(out_ids_ptr + places, i, mask=places >= 0)
+        if WITH_SCORES:
+            tl.store(out_scores_ptr + places, scores, mask=places >= 0)
+        return
+    if LEVELS - 1 > GIVEN:  # noqa: SIM102  (a constant)
+        if visible > BLOCK * GROUP**GIVEN:
+            _write_upper_levels(largest_ptr, visible, span, LEVELS, GIVEN, GROUP, BLOCK)
+    level = visible * 0
+    at_least = visible  # numbers of the level that is searched
+    while at_least > BLOCK:
+        at_least = tl.cdiv(at_least, GROUP)
+        level += 1
     MORE: tl.constexpr = TOPK + TOPK // 8 + 1
-    for turn in tl.range(0 if REHEARSE else 1, 2):
-        real = turn == 1
-        if real:
-            wait_for_writes(OVERLAP)
-        visible = _begin_row(
-            first_row + row, real, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
-            visible_ptr, request_ids_ptr, SCORED_ALL, TOPK, BLOCK_K,
-        )  # fmt: skip
-        visible = tl.where(real, visible, BLOCK)
-        level = visible * 0
-        at_least = visible  # numbers of the level that is searched
-        if LEVELS > 1:
-            if LEVELS - 1 > GIVEN:  # noqa: SIM102  (a constant)
-                if visible > BLOCK * GROUP**GIVEN:
-                    _write_upper_levels(largest_ptr, visible, span, LEVELS, GIVEN, GROUP, BLOCK)
-            while at_least > BLOCK:
-                at_least = tl.cdiv(at_least, GROUP)
-                level += 1
-        first = at_least > 0
-        low = visible * 0 - 1
-        level = tl.where(first, level, -1)
-        while level >= 0:
-            size = visible * 0 + 1
-            offset = visible * 0
-            for depth in tl.static_range(1, LEVELS):
-                size = tl.where(depth <= level, size * GROUP, size)
-                offset += tl.where(depth < level, level_numbers(span, GROUP**depth), 0)
-            number = tl.cdiv(visible, size)
-            group = i
-            valid = i < number
-            if LEVELS > 1:
-                group = tl.load(group_ids_ptr + i // GROUP, mask=i < tl.where(first, 0, TOPK * GROUP), other=0)
-                group = tl.where(first, i, group * GROUP + i % GROUP)
-                valid = (i < tl.where(first, number, TOPK * GROUP)) & (group < number)
-            from_ptr = tl.where(level == 0, scores_ptr, largest_ptr + offset)
-            scores = tl.load(from_ptr + group, mask=valid & real, other=i.to(tl.float32), cache_modifier=".cg")
-            places, low = _places(_ranks(scores, valid), low, at_least, TOPK, BINS)
-            at_least = visible * 0 + MORE  # each group holds one that reaches `low`, some of them more
-            tl.debug_barrier()  # the groups are read before others take their places
-            to_ptr = tl.where(level == 0, out_ids_ptr, group_ids_ptr)
-            tl.store(to_ptr + places, group, mask=(places >= 0) & real)
-            if WITH_SCORES:  # read again: they would stay in registers through the whole search
-                taken = (places >= tl.where(level == 0, 0, BLOCK)) & real
-                tl.store(out_scores_ptr + places, tl.load(scores_ptr + group, mask=taken, other=0.0), mask=taken)
-            tl.debug_barrier()
-            first = level < 0
-            level -= 1
+    first = at_least > 0
+    while level >= 0:
+        size = visible * 0 + 1
+        offset = visible * 0
+        for depth in tl.static_range(1, LEVELS):
+            size = tl.where(depth <= level, size * GROUP, size)
+            offset += tl.where(depth < level, level_numbers(span, GROUP**depth), 0)
+        number = tl.cdiv(visible, size)
+        group = tl.load(group_ids_ptr + i // GROUP, mask=i < tl.where(first, 0, TOPK * GROUP), other=0)
+        group = tl.where(first, i, group * GROUP + i % GROUP)
+        valid = (i < tl.where(first, number, TOPK * GROUP)) & (group < number)
+        from_ptr = tl.where(level == 0, scores_ptr, largest_ptr + offset)
+        scores = tl.load(from_ptr + group, mask=valid, other=0.0, cache_modifier=".cg")
+        places, low, high = _places(_ranks(scores, valid), low, high, at_least, TOPK, BINS)
+        at_least = visible * 0 + MORE  # each group holds one that reaches `low`, some of them more
+        tl.debug_barrier()  # the groups are read before others take their places
+        tl.store(tl.where(level == 0, out_ids_ptr, group_ids_ptr) + places, group, mask=places >= 0)
+        if WITH_SCORES:  # read again: they would stay in registers through the whole search
+            taken = places >= tl.where(level == 0, 0, BLOCK)
+            tl.store(out_scores_ptr + places, tl.load(scores_ptr + group, mask=taken, other=0.0), mask=taken)
+        tl.debug_barrier()
+        first = level < 0
+        level -= 1
 
 
 @dataclass(frozen=True)
@@ -236,13 +244,11 @@ class TopKernelConfig:
         bins: Whether a search counts bins; else it counts above one threshold a turn.
         warps: Warps of a program.
         registers: A thread's at most.
-        rehearse: Whether programs rehearse while the launch before runs.
     """
 
     bins: bool
     warps: int
     registers: int | None = None
-    rehearse: bool = False
 
     @classmethod
     def choose(cls, rows, block, multiprocessors):
@@ -254,16 +260,17 @@ class TopKernelConfig:
             multiprocessors: Of the device.
         """
         if rows <= multiprocessors:
-            return cls(True, max(4, min(16, block // 128)), 56, rehearse=True)  # fits beside programs that score
+            return cls(True, max(4, min(16, block // 128)))
         return cls(False, max(2, min(16, block // 1024)), 128)
 
 
-def top_blocks_triton(scores, largest, levels, plan, first_row, out, *, scored_all, multiprocessors):
+def top_blocks_triton(scores, largest, group_ids, levels, plan, first_row, out, *, scored_all, multiprocessors):
     """Select the best blocks of some rows: ids ascending, -1 past the count; counts, visible blocks and requests too.
 
     Args:
         scores: [rows, blocks] fp32, valid up to each row's visible count; rows lie a multiple of 16 numbers apart.
         largest: [rows, numbers] fp32, with the levels that the score kernel wrote; None where there is one level.
+        group_ids: [rows, K] int32 scratch; None where there is one level.
         levels: `RowLevels` of the rows.
         plan: The step; owns the scratch.
         first_row: Plan row of the first score row.
@@ -273,13 +280,9 @@ def top_blocks_triton(scores, largest, levels, plan, first_row, out, *, scored_a
     """
     rows, topk = scores.shape[0], out.block_ids.shape[1]
     config = TopKernelConfig.choose(rows, levels.block, multiprocessors)
-    group_ids = out.block_ids  # not touched where there are no groups
-    if largest is None:
-        largest = scores
-    else:
-        group_ids = plan.scratch("select.group_ids", (rows, topk), torch.int32)
+    if levels.levels == 1:  # neither is touched
+        largest, group_ids = scores, out.block_ids
     limit = {} if config.registers is None else {"maxnreg": config.registers}
-    overlap = overlapping(scores.device)
     _top_blocks_kernel[(rows,)](
         scores, largest, out.block_ids, scores if out.scores is None else out.scores, out.block_counts,
         out.visible_blocks, out.request_ids, plan.visible_blocks, plan.request_ids, group_ids,
@@ -287,6 +290,5 @@ def top_blocks_triton(scores, largest, levels, plan, first_row, out, *, scored_a
         0 if out.scores is None else out.scores.stride(0),
         LEVELS=levels.levels, GIVEN=levels.given, GROUP=levels.group, WITH_SCORES=out.scores is not None,
         SCORED_ALL=scored_all, TOPK=topk, BLOCK=levels.block, BLOCK_K=triton.next_power_of_2(topk), BINS=config.bins,
-        REHEARSE=config.rehearse and overlap["OVERLAP"], num_warps=config.warps, enable_fp_fusion=False, **limit,
-        **overlap,
+        num_warps=config.warps, enable_fp_fusion=False, **limit, **overlapping(scores.device),
     )  # fmt: skip
