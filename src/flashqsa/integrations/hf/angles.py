@@ -7,6 +7,7 @@ block key anew. Here the new rows and the first tokens of new blocks are all tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,9 +27,19 @@ class WholeTables:
     """
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        half = cos.shape[-1] // 2
-        self.cos, self.sin = cos[..., :half], sin[..., :half]
+        self.half = cos.shape[-1] // 2
+        self.whole = cos, sin
         self.batch_rows, self.columns = cos.shape[:2]
+
+    @cached_property
+    def cos(self) -> torch.Tensor:
+        """[B, KV, half]."""
+        return self.whole[0][..., : self.half]
+
+    @cached_property
+    def sin(self) -> torch.Tensor:
+        """[B, KV, half]."""
+        return self.whole[1][..., : self.half]
 
     def of_rows(self, query_tokens: int) -> Pair:
         """Angles of the last tokens of each batch row, [B * Q, half] each."""
@@ -42,6 +53,12 @@ class WholeTables:
     def of_span(self, first_column: int, end_column: int) -> Pair:
         """Angles of consecutive columns of every batch row, [B, columns, half] each."""
         return self.cos[:, first_column:end_column], self.sin[:, first_column:end_column]
+
+    def packed(self, first_column: int, end_column: int) -> torch.Tensor:
+        """Cosines, then sines of consecutive columns, side by side: [B, columns, 2 * half]."""
+        count = end_column - first_column
+        halves = [x.narrow(1, first_column, count).narrow(2, 0, self.half) for x in self.whole]
+        return torch.cat(halves, dim=-1)
 
 
 class NeededAngles:
@@ -100,6 +117,19 @@ class NeededAngles:
         return self._once(
             ("span", first_column, end_column), lambda: self._compute(self.position_ids[..., first_column:end_column])
         )
+
+    def packed(self, first_column: int, end_column: int) -> torch.Tensor:
+        """As `WholeTables.packed`."""
+        key = ("packed", first_column, end_column, self.device)
+        if key not in self.known:
+            both = torch.cat(self.of_span(first_column, end_column), dim=-1)
+            self.known[key] = (both, both)
+        return self.known[key][0]
+
+    @property
+    def half(self) -> int:
+        """Half of rotary_dim."""
+        return self.of_rows(1)[0].shape[-1]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.tables(self.like, self.position_ids))

@@ -10,8 +10,10 @@ from flashqsa.attention import attend
 from flashqsa.cache import LayerCache
 from flashqsa.errors import UnsupportedError
 from flashqsa.integrations.hf.angles import Angles, NeededAngles, WholeTables
+from flashqsa.integrations.hf.captured import decode_by_graph
 from flashqsa.integrations.hf.following import follow_caches
 from flashqsa.integrations.hf.kernels import (
+    Norms,
     Projected,
     Ready,
     in_whole_pages,
@@ -53,6 +55,10 @@ def attention_forward(
         Output [B, Q, hidden], and None for attention weights, which are never built.
     """
     runs = _attend_outside_graphs if torch.compiler.is_compiling() else _attend
+    device = hidden_states.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():  # kernels are launched on the current one
+        with torch.cuda.device(device):
+            return runs(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
     return runs(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
 
 
@@ -84,7 +90,13 @@ def _attend(
         batch,
     )
     angles = _angles(position_embeddings, hidden_states.device, batch)
-    ready = _prepare(self, projected, angles, step, cache)
+    norms = norms_for_kernel(self, projected, angles, step)
+    if norms is not None and cache is not None and not _is_studied(self):
+        follow_caches(self)
+        replayed = decode_by_graph(self, projected, norms, angles, step, cache)
+        if replayed is not None:
+            return self.o_proj(replayed.view(batch, q_length, -1)), None
+    ready = _prepare(self, projected, norms, angles, step, cache)
     selection = _select(self, ready.q, ready.index_q, ready.cache, ready.step)
     count_rows(self, selection)
     gate = projected.q_gate[..., dim:]
@@ -96,9 +108,13 @@ _attend_outside_graphs = torch.compiler.disable(_attend)  # type: ignore[no-unty
 """Its plan and loops are no graph; the rest of a model stays one. Where nothing is compiled this costs host time."""
 
 
-def _prepare(self: Any, rows: Projected, angles: Angles, step: HFStep, cache: Any) -> Ready:
+def _is_studied(self: Any) -> bool:
+    """Whether someone selects in place of the model, or is told what it selected."""
+    return settings_of(self).selector is not None or bool(self.__dict__.get(OBSERVERS, ()))
+
+
+def _prepare(self: Any, rows: Projected, norms: Norms | None, angles: Angles, step: HFStep, cache: Any) -> Ready:
     """Norms, rotation and caches: by one kernel where that serves, and as transformers' modules do it elsewhere."""
-    norms = norms_for_kernel(self, rows, angles, step)
     if norms is not None and cache is None:
         return prepare_without_cache(self, rows, norms, angles, step)
     if norms is not None:

@@ -33,6 +33,9 @@ class Buffers:
         raw_keys: [B, C, Di] raw index keys.
         tokens: Columns written so far.
         layer_cache: What the kernels read, made when first asked for.
+        cache_type: Class of the transformers cache that they are behind.
+        steps: Decode steps that they served.
+        captured: The graph of such a step, once there is one.
     """
 
     k: torch.Tensor
@@ -40,6 +43,9 @@ class Buffers:
     raw_keys: torch.Tensor
     tokens: int = 0
     layer_cache: LayerCache | None = None
+    cache_type: type | None = None
+    steps: int = 0
+    captured: Any = None
 
     @property
     def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -88,7 +94,8 @@ class Buffers:
         """Whether a cache layer still holds exactly what was written last."""
         pairs = ((layer.keys, self.k, 2), (layer.values, self.v, 2), (layer.indexer_keys, self.raw_keys, 1))
         return all(
-            held.data_ptr() == own.data_ptr()
+            held is not None
+            and held.data_ptr() == own.data_ptr()
             and held.shape[axis] == self.tokens
             and held.stride(0) == own.stride(0)
             and held.shape[0] == own.shape[0]
@@ -146,7 +153,14 @@ def room_behind(
     return buffers
 
 
-def show(layer: Any, buffers: Buffers, tokens: int) -> None:
+def buffers_behind(layer: Any, cache_type: type) -> Buffers | None:
+    """The buffers that a layer still shows all of, if they were put behind it in a cache of that class."""
+    keys = getattr(layer, "keys", None)
+    buffers: Buffers | None = None if keys is None else _behind.get(keys)  # type: ignore[no-untyped-call]
+    return buffers if buffers is not None and buffers.cache_type is cache_type and buffers.is_shown_by(layer) else None
+
+
+def show(layer: Any, buffers: Buffers, tokens: int, cache_type: type) -> None:
     """Let a cache layer hold the first columns of its buffers."""
     k, v, raw_keys = buffers.shown(tokens)
     if not layer.is_initialized:
@@ -154,5 +168,5 @@ def show(layer: Any, buffers: Buffers, tokens: int) -> None:
     if not layer.is_indexer_initialized:
         layer.lazy_initialization_indexer(raw_keys)
     layer.keys, layer.values, layer.indexer_keys = k, v, raw_keys
-    buffers.tokens = tokens
+    buffers.tokens, buffers.cache_type = tokens, cache_type
     _behind[k] = buffers

@@ -68,14 +68,14 @@ def norms_for_kernel(attention: Any, rows: Projected, angles: Angles, step: HFSt
         return None
     if rows.index_qk.shape[2] > MAX_HEAD_DIM or modules._global_forward_hooks or modules._global_forward_pre_hooks:
         return None
-    indexer = attention.indexer
+    indexer, plain = attention.indexer, getattr(sys.modules[type(attention).__module__], NORM, None)
     norms = []
     for norm in (attention.q_norm, attention.k_norm, indexer.q_layernorm, indexer.k_layernorm):
-        plain = getattr(sys.modules[type(attention).__module__], NORM, None)
         weight = norm._parameters.get("weight")
         if type(norm) is not plain or weight is None or norm._forward_hooks or norm._forward_pre_hooks:
             return None
-        if "forward" in norm.__dict__ or getattr(norm, "group_size", None) is not None or weight.device != k.device:
+        own = norm.__dict__
+        if "forward" in own or own.get("group_size") is not None or weight.device != k.device:
             return None
         norms.append((weight, norm.eps))
     if torch.is_grad_enabled():
@@ -129,7 +129,7 @@ def prepare_growing(
     else:
         buffers, state = _fresh(rows, step)
     q, index_q = _launch(rows, norms, angles, step, (*buffers.all, None if state is None else state.keys), past=past)
-    show(layer, buffers, total)
+    show(layer, buffers, total, type(cache))
     if state is None:  # begun by transformers, or changed behind our back
         state = pool_new_blocks(None, layer.indexer_keys, angles, attention.indexer.k_layernorm, step)
     state.counts = [max(end - start, 0) // r for start, end in zip(step.starts, step.ends, strict=True)]

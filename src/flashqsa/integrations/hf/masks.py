@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -52,6 +53,11 @@ class HFStep:
     block_capacity: int
     forward_id: int = field(default_factory=lambda: next(_forwards))
     _variants: dict[Any, HFStep] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def grows_everywhere(self) -> bool:
+        """Whether the last column is a token of every batch row."""
+        return all(start < self.kv_tokens == end for start, end in zip(self.starts, self.ends, strict=True))
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> HFStep:
         """The same step on another device, copied once: the layers of a model may be spread over several.

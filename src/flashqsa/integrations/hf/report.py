@@ -42,16 +42,24 @@ def count_rows(attention: Any, selection: Selection) -> None:
     """Add one forward to the counts of a layer."""
     live = selection.request_ids >= 0
     dense = live & (selection.block_counts >= selection.visible_blocks)
-    step = torch.stack([live.sum(), dense.sum(), selection.visible_blocks.sum(), selection.block_counts.sum()]).to(
-        torch.int64
-    )
-    before = _counts.get(attention)
-    _counts[attention] = step if before is None else before + step
+    step = torch.stack([live, dense, selection.visible_blocks, selection.block_counts]).sum(dim=1)
+    counts_of(attention, step.device).add_(step)  # in place, because a captured graph adds to it as well
+
+
+def counts_of(attention: Any, device: torch.device) -> torch.Tensor:
+    """The counts of a layer, on the device where it runs."""
+    counts = _counts.get(attention)
+    if counts is None or counts.device != device:
+        with torch.inference_mode(False):
+            zeros = torch.zeros(4, dtype=torch.int64, device=device)
+            counts = _counts[attention] = zeros if counts is None else zeros.copy_(counts)
+    return counts
 
 
 def forget_counts(attention: Any) -> None:
     """Start counting from zero."""
-    _counts.pop(attention, None)
+    if attention in _counts:
+        _counts[attention].zero_()
 
 
 def report(model: Any) -> list[LayerReport]:
@@ -68,7 +76,7 @@ def report(model: Any) -> list[LayerReport]:
     reports = []
     for attention in qsa_attentions(model):
         counts = _counts.get(attention)
-        if counts is not None:
-            rows, dense_rows, visible, selected = counts.tolist()
+        rows, dense_rows, visible, selected = [0] * 4 if counts is None else counts.tolist()
+        if rows:
             reports.append(LayerReport(attention.layer_idx, rows, dense_rows, visible, selected))
     return reports
