@@ -57,3 +57,14 @@ def test_slots_of_contiguous_requests() -> None:
     assert plan.token_slots(1, torch.tensor([19])).tolist() == [59]
     assert plan.block_slots(0, torch.tensor([0, 1])).tolist() == [50, 51]
     assert plan.block_slots(1, torch.tensor([4])).tolist() == [11]
+
+
+def test_a_plan_prints_its_numbers_alone() -> None:
+    plan = StepPlan.from_tensors(**assembled())
+    plan.row_groups()
+    text = repr(plan)
+    assert "seq_lens=" in text
+    assert "max_seq_len=64" in text
+    assert "_scratch" not in text
+    assert "_row_groups" not in text
+    assert "_end_slots" not in text

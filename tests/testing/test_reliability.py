@@ -1,24 +1,30 @@
-"""The table of faults in docs/reliability.md: every number has a test, and every test that a row names is there.
+"""The tables of docs/reliability.md: every fault has a test, what a row names is there, figures are those measured.
 
     .venv/bin/python tests/testing/test_reliability.py
 
-writes the table anew from the names of the tests.
+writes them anew, from the names of the tests and from what `measure.py` and `tests/mutation/run.py` measured.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"
+FIGURES = Path(__file__).with_name("figures.json")
+SURVIVORS = ROOT / "tests" / "mutation" / "survivors.toml"
 BEGIN, END = "<!-- faults: written by tests/testing/test_reliability.py -->", "<!-- end of faults -->"
+MEASURED, END_MEASURED = "<!-- figures: written by tests/testing/test_reliability.py -->", "<!-- end of figures -->"
 
 TITLES = {
     1: "ids in no order change a sum from run to run",
@@ -186,6 +192,76 @@ def test_names_of_tests_are_read_right(tmp_path: Path) -> None:
     assert backends_of("tests/kernels/test_compile_x.py", False) == {"compiled"}
 
 
+def survivors() -> dict[tuple[str, str], dict[str, str]]:
+    """What became of mutants that survived, by module and changed line."""
+    listed = tomllib.loads(SURVIVORS.read_text())["survivor"]
+    return {(entry["module"], entry["change"]): entry for entry in listed}
+
+
+def fate(mutant: dict[str, Any]) -> dict[str, str]:
+    """The entry of a survivor: what kills it since, or why nothing can."""
+    change = next(line[1:] for line in mutant["diff"] if line.startswith("+"))
+    return survivors()[mutant["module"].removeprefix("src/flashqsa/"), " ".join(change.split())]
+
+
+def soak_row(name: str, soaks: list[dict[str, Any]]) -> list[str]:
+    if not soaks:
+        return []
+    steps, requests, rows, replays = (sum(x[n] for x in soaks) for n in ("steps", "requests", "rows", "replays"))
+    replayed = f", {replays:,} steps by one graph" if replays else ""
+    return [f"| {name} | {steps:,} steps, {requests:,} requests, {rows:,} rows compared in every layer{replayed} |"]
+
+
+def figures_table() -> str:
+    measured = json.loads(FIGURES.read_text())
+    counts, soaks = measured["counts"], measured["soaks"]
+    lines = ["| measured | |", "|---|---|"]
+    lines += soak_row("soak on the CPU, `torch`", [soak for soak in soaks if soak["device"] == "cpu"])
+    lines += soak_row("soak on a GPU, `triton`", [soak for soak in soaks if soak["device"] != "cpu"])
+    lines += [
+        f"| state machine | {counts['calls in any order']:,} calls in any order, both pools compared |",
+        f"| calls stopped half-way | {counts['calls that were stopped']:,}, at every operation of 8 calls: no account "
+        "and no byte in use changed |",
+        f"| bad inputs | {counts['bad inputs refused with a typed error']:,} tests of a typed error; "
+        f"{counts['bad calls of the pool that change no byte']:,} tests compare every byte of a pool |",
+        f"| tests | {counts['tests']:,}, of which {counts['tests of a fault of others']:,} carry a fault's number |",
+    ]
+    for report in measured.get("mutation", []):
+        fates = [fate(mutant) for mutant in report["survivors"]]
+        since = sum("killed_by" in entry for entry in fates)
+        lines.append(
+            f"| mutants, sample {report['seed']} | {report['killed']} of {report['mutants']} killed at once, {since} "
+            f"by tests written for them, {len(fates) - since} remain |"
+        )
+    lines += ["", "Mutants that remain, and why:", "", "| module | change | |", "|---|---|---|"]
+    for (module, change), entry in survivors().items():
+        if "reason" in entry:
+            shown = change.replace("|", "\\|")
+            lines.append(f"| {module} | `{shown}` | {entry['reason']} |")
+    return "\n".join(lines)
+
+
+def test_figures_are_those_measured() -> None:
+    text = DOCUMENT.read_text().split(MEASURED)[1].split(END_MEASURED)[0]
+    assert text.strip() == figures_table(), "Write the figures anew: .venv/bin/python tests/testing/test_reliability.py"
+
+
+def test_mutants_are_killed_or_explained() -> None:
+    for report in json.loads(FIGURES.read_text())["mutation"]:
+        fates = [fate(mutant) for mutant in report["survivors"]]
+        killed = report["killed"] + sum("killed_by" in entry for entry in fates)
+        assert report["mutants"] >= 150
+        assert killed >= 0.95 * report["mutants"]
+    for entry in survivors().values():
+        assert ("killed_by" in entry) != ("reason" in entry)
+        assert "killed_by" not in entry or (ROOT / entry["killed_by"]).is_file()
+
+
+def rewritten(text: str, begin: str, end: str, body: str) -> str:
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{body}\n{end}{rest.split(end)[1]}"
+
+
 if __name__ == "__main__":
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table(find_tests())}\n{END}{rest.split(END)[1]}")
+    text = rewritten(DOCUMENT.read_text(), BEGIN, END, table(find_tests()))
+    DOCUMENT.write_text(rewritten(text, MEASURED, END_MEASURED, figures_table()))

@@ -61,7 +61,7 @@ CALLS: dict[str, Callable[[PagedPool, Any], Any]] = {
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("what", CALLS)
 def test_a_call_that_stops_anywhere_changes_nothing(
-    make_serving: Any, draw_tokens: Any, what: str, error: type[BaseException]
+    make_serving: Any, draw_tokens: Any, record_property: Any, what: str, error: type[BaseException]
 ) -> None:
     serving = make_serving(pages=30, rings=3)
     pool = serving.pool
@@ -88,6 +88,7 @@ def test_a_call_that_stops_anywhere_changes_nothing(
     else:
         pytest.fail("the call never ends")
     assert number > 1, "nothing was ever stopped"
+    record_property("calls that were stopped", number - 1)
     serving.tokens["a"] = draw_tokens(43)
     for name in ("a", "b"):
         if pool.length(name) == 43:

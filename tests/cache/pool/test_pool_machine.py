@@ -24,6 +24,8 @@ SEEDS = st.integers(0, 2)
 class PoolMachine(RuleBasedStateMachine):
     """Requests are numbered; a number is drawn and taken modulo how many there are."""
 
+    calls = 0
+
     def __init__(self, make_serving: Any, make_model: Any, draw_tokens: Any) -> None:
         super().__init__()
         self.draw_tokens = draw_tokens
@@ -195,6 +197,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts_agree(self) -> None:
+        PoolMachine.calls += 1
         for place, serving in self.places.items():
             serving.pool._accounts.check()
             assert {name: serving.pool.length(name) for name in serving.pool.requests} == self.models[place].lengths
@@ -208,9 +211,11 @@ class PoolMachine(RuleBasedStateMachine):
 @pytest.mark.slow
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_whatever_is_called_in_whatever_order(
-    make_serving: Any, make_model: Any, draw_tokens: Any, monkeypatch: pytest.MonkeyPatch, debug: str
-) -> None:
+    make_serving: Any, make_model: Any, draw_tokens: Any, monkeypatch: pytest.MonkeyPatch, record_property: Any,
+    debug: str,
+) -> None:  # fmt: skip
     monkeypatch.setenv("FLASHQSA_DEBUG", debug)
+    before = PoolMachine.calls
     run_state_machine_as_test(
         lambda: PoolMachine(make_serving, make_model, draw_tokens),
         settings=settings(
@@ -218,3 +223,4 @@ def test_whatever_is_called_in_whatever_order(
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip
+    record_property("calls in any order", PoolMachine.calls - before)

@@ -152,7 +152,7 @@ def scales_of_layers(where: str, name: str, scale: Scale | Sequence[Scale], laye
     Raises:
         ArgumentError: The sequence has another length.
     """
-    if scale is None or isinstance(scale, torch.Tensor) or not isinstance(scale, Sequence):
+    if not isinstance(scale, Sequence):
         return [scale] * layers
     if len(scale) != layers:
         raise ArgumentError(
