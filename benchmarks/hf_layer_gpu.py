@@ -1,8 +1,9 @@
 """`python -m benchmarks hf-layer-gpu`: one transformers layer at the released shape on a CUDA GPU, stock and enabled.
 
-Times are those of the host from call to synchronisation, as a caller without graphs of his own has them. transformers
+Times are those of the host from call to synchronisation, as a caller without graphs of his own has them; decode steps
+run back to back, as the layers of a model do, and their time is that of some of them over their number. transformers
 takes seconds for a prompt, so it gets one call a length, and none where the seconds that it may take are used up.
-Decode steps go on from a cache of random tokens. Where both engines ran in bf16, both are compared with transformers in
+Decode steps go on from a cache of random tokens. Both engines' first step in bf16 is compared with transformers in
 fp32: FlashQSA may be at most twice as far from it.
 """
 
@@ -42,13 +43,15 @@ LARGEST_ERROR = 0.05
 LAYER = 3
 REPEATS, WARMUPS = 7, 8
 """Timed prompts, and prompts or steps before the first timed one: kernels are compiled, a step is captured."""
+TOGETHER = 10
+"""Steps that are timed together."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the sub-command."""
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 8192], help="prompt lengths")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768, 131072], help="tokens before a step")
-    parser.add_argument("--steps", type=int, default=60, help="decode steps of FlashQSA; transformers takes a tenth")
+    parser.add_argument("--steps", type=int, default=60, help="decode steps of FlashQSA")
     parser.add_argument("--stock-seconds", type=float, default=40, help="what prompts of transformers may take in all")
     parser.add_argument("--out", type=Path, default=None, help=f"JSON lines; the committed file is {RESULTS.name}")
     parser.add_argument("--commit", default=None, help="commit to record where the checkout has no git")
@@ -122,15 +125,18 @@ def decode(layer: SingleLayer, context: int, steps: int) -> dict[str, Any]:
     row: dict[str, Any] = {"measure": "decode step", "tokens": context}
     outputs = {}
     for engine in ENGINES:
-        count = WARMUPS + (steps if engine == "flashqsa" else max(steps // 10, 3))
-        with _steps(layer, context, count, torch.bfloat16, enabled=engine == "flashqsa") as calls:
-            results = [_timed(call) for call in calls]
-        outputs[engine] = results[0][0]
-        row[engine] = _spread([elapsed for _, elapsed, _ in results[WARMUPS:]])
+        rounds = max(2, -(-steps // TOGETHER)) if engine == "flashqsa" else 2
+        count = WARMUPS + rounds * TOGETHER
+        with _steps(layer, context, count, torch.bfloat16, enabled=engine == "flashqsa") as lazily:
+            calls = list(lazily)
+            with stable_topk():
+                outputs[engine], *_ = [call() for call in calls[:WARMUPS]]
+            windows = [calls[first : first + TOGETHER] for first in range(WARMUPS, count, TOGETHER)]
+            row[engine] = _spread([_timed(lambda w=w: [call() for call in w][-1])[1] / TOGETHER for w in windows])
     wide = copy.copy(layer)
     wide.attention = copy.deepcopy(layer.attention).float()
-    with _steps(wide, context, 1, torch.float32, enabled=False) as calls, stable_topk():
-        exact = next(calls)()
+    with _steps(wide, context, 1, torch.float32, enabled=False) as lazily, stable_topk():
+        exact = next(lazily)()
     errors = {engine: _distance(outputs[engine], exact) for engine in ENGINES}
     if not errors["flashqsa"] <= 2 * errors["transformers"]:
         raise GateError(f"a step after {context} tokens: errors against fp32 are {errors}")

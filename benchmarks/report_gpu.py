@@ -167,8 +167,10 @@ def layer_table(rows: list[Row]) -> str:
         (
             row["measure"],
             f"{row['tokens']:,}",
-            *(f"{row[engine]['median_ms']:,.3f}" for engine in ("transformers", "flashqsa")),
-            f"{row['transformers']['median_ms'] / row['flashqsa']['median_ms']:,.1f}",
+            *(f"{row[e]['median_ms']:,.3f}" if row[e] else MISSING for e in ("transformers", "flashqsa")),
+            f"{row['transformers']['median_ms'] / row['flashqsa']['median_ms']:,.1f}"
+            if row["transformers"]
+            else MISSING,
         )
         for row in rows
     ]
