@@ -91,9 +91,12 @@ def enter_copy(folder: str) -> None:
 
 
 def command(group: dict[str, Any], python: str) -> str:
-    """How to run the tests of a group."""
-    interpret = "env TRITON_INTERPRET=1 " if group.get("interpreted") else ""
-    return f"{interpret}{python} -m pytest -q -x -n 0 -m 'not gpu' {' '.join(group['tests'])}"
+    """How to run the tests of a group, those in Triton's interpreter last: they take a process of their own."""
+    pytest = f'{python} -m pytest -q -x -n 0 -m "not gpu"'
+    runs = [f"{pytest} {' '.join(group['tests'])}"] if "tests" in group else []
+    if "interpreted" in group:
+        runs.append(f"TRITON_INTERPRET=1 {pytest} {' '.join(group['interpreted'])}")
+    return f"bash -c '{' && '.join(runs)}'"
 
 
 def run_mutant(group: dict[str, Any], spec: MutationSpec, python: str, timeout_s: float) -> dict[str, Any]:
