@@ -45,6 +45,29 @@ def ask_for(addresses):
     )  # fmt: skip
 
 
+def launched_where(device_of):
+    """Decorate a launcher: its kernels go to the device of its first argument, whatever device is current.
+
+    Triton launches on the current device and its stream.
+
+    Args:
+        device_of: The device, from the first argument.
+    """
+
+    def decorate(launcher):
+        @functools.wraps(launcher)
+        def launch(first, *args, **kwargs):
+            device = device_of(first)
+            if device.type != "cuda" or device.index == torch.cuda.current_device():
+                return launcher(first, *args, **kwargs)
+            with torch.cuda.device(device):
+                return launcher(first, *args, **kwargs)
+
+        return launch
+
+    return decorate
+
+
 @functools.cache
 def overlapping(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel with a constexpr OVERLAP: both True where the device can overlap launches."""

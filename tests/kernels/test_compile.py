@@ -78,12 +78,13 @@ SELECT = (
 TOP = (
     Variant("8k", (80, 90, 120), context=8192),
     Variant("8k, many rows", (80, 90), requests=1024, context=8192),
+    Variant("32k, many rows", (80, 90), requests=1024, context=32768),
     Variant("128k"),
-    Variant("128k, more programs", (90, 100), requests=32, spills=8),
-    Variant("128k, many rows", requests=1024, spills=104),
+    Variant("128k, more programs", (90, 100), requests=32),
+    Variant("128k, many rows", requests=1024),
     Variant("1M with scores", (80, 90), context=1 << 20, return_scores=True),
-    Variant("512k, many rows", (90,), requests=1024, context=1 << 19, spills=104),
-    Variant("512k with scores, many rows", (80, 90), requests=1024, context=1 << 19, return_scores=True, spills=320),
+    Variant("512k, many rows", (90,), requests=1024, context=1 << 19),
+    Variant("512k with scores, many rows", (80, 90), requests=1024, context=1 << 19, return_scores=True),
 )
 
 

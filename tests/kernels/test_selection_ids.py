@@ -27,7 +27,7 @@ FORMS = {
 def _take(monkeypatch: pytest.MonkeyPatch, block: int, group: int, bins: bool) -> None:
     """Kernels of this form, whatever the shape, of at least twice the budget."""
 
-    def choose(rows: int, block: int, multiprocessors: int) -> triton_topk.TopKernelConfig:
+    def choose(rows: int, levels: RowLevels, multiprocessors: int) -> triton_topk.TopKernelConfig:
         return triton_topk.TopKernelConfig(bins, 4)
 
     monkeypatch.setattr(triton_topk.TopKernelConfig, "choose", choose)

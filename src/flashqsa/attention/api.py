@@ -200,7 +200,7 @@ def _attend_rows(
 
         result = torch.empty(q.shape, dtype=out_dtype, device=q.device) if out is None else out
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        attend_triton(  # type: ignore[no-untyped-call]
+        attend_triton(
             q,
             cache,
             step.plan,

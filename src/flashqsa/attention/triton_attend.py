@@ -12,6 +12,7 @@ import torch
 from flashqsa.attention.triton_rows import attend_rows_triton
 from flashqsa.attention.triton_tiles import TilesKernelConfig, attend_tiles_triton, tile_height
 from flashqsa.attention.triton_union import LEAST_ROWS
+from flashqsa.launching import launched_where
 
 NARROW_ROWS = 8
 """Rows of a request from which on its verification goes by tiles of compute capability 9.0."""
@@ -41,6 +42,7 @@ def _gluon_serves(q, cache, plan, tokens, softmax_scale):
     return gluon_tiles_refusal(q, cache, plan, tokens, softmax_scale, parts=1) is None
 
 
+@launched_where(lambda tensor: tensor.device)
 def attend_triton(q, cache, plan, tokens, softmax_scale, *, row_exact, gate, out, lse):
     """Fill `out` [T, Hq, D] and `lse` [T, Hq] (or None).
 

@@ -92,7 +92,7 @@ def prepare(
             if backend == "triton":
                 from flashqsa.preparation.triton_prepare import prepare_triton
 
-                prepare_triton(*arguments, result)  # type: ignore[no-untyped-call]
+                prepare_triton(*arguments, result)
                 return result
             prepare_reference(*arguments, result)
         if out is not None and out.gate.data_ptr() != q_gate[..., dim:].data_ptr():

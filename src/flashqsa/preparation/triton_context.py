@@ -15,7 +15,7 @@ Columns before `past` are only read, all others only written, so that no two pro
 import triton
 import triton.language as tl
 
-from flashqsa.launching import overlapping, wait_for_previous
+from flashqsa.launching import launched_where, overlapping, wait_for_previous
 from flashqsa.preparation.triton_heads import load_heads, norm_heads, rotate, store_heads
 from flashqsa.preparation.triton_prepare import (
     BLOCK_ROWS,
@@ -171,6 +171,7 @@ def _prepare_context_kernel(
         )  # fmt: skip
 
 
+@launched_where(lambda rows: rows[0].device)
 def prepare_context_triton(
     rows, cos, sin, norms, caches, *, query_tokens, past, row_angle, closed_block_slot_ids, block_tokens
 ):

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from flashqsa.checks import FP8
-from flashqsa.launching import overlapping, wait_for_previous
+from flashqsa.launching import launched_where, overlapping, wait_for_previous
 from flashqsa.preparation.triton_heads import (
     load_angles,
     load_heads,
@@ -399,6 +399,7 @@ def _prepare_kernel(
         )  # fmt: skip
 
 
+@launched_where(lambda tensor: tensor.device)
 def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan, out):
     """Fill `out` and the caches. Arguments as in `prepare`, checked already, with `rope_positions` [3, T].
 

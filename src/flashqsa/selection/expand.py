@@ -48,7 +48,7 @@ def expand_tokens(
     if takes_kernels(plan.device):
         from flashqsa.selection.triton_expand import expand_tokens_triton
 
-        expand_tokens_triton(selection, plan, out, tail_tokens=tail_tokens)  # type: ignore[no-untyped-call]
+        expand_tokens_triton(selection, plan, out, tail_tokens=tail_tokens)
     else:
         _expand_tokens_torch(selection, plan, out, tail_tokens)
     return out

@@ -7,6 +7,8 @@ Bytes: a row reads K ids and writes K * r + tail + 1 of them.
 import triton
 import triton.language as tl
 
+from flashqsa.launching import launched_where
+
 COLUMNS = 1024
 """Columns that one program writes."""
 
@@ -39,6 +41,7 @@ def _expand_tokens_kernel(
     tl.store(out_ptr + row * stride_ot + column, token, mask=column <= WIDTH)
 
 
+@launched_where(lambda selection: selection.block_ids.device)
 def expand_tokens_triton(selection, plan, out, *, tail_tokens):
     """Fill `out` [T, K * r + tail_tokens + 1] with the token list of every row, checked already.
 

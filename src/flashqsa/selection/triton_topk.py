@@ -251,17 +251,19 @@ class TopKernelConfig:
     registers: int | None = None
 
     @classmethod
-    def choose(cls, rows, block, multiprocessors):
-        """Few rows: the shortest way to the end. Many: the fewest instructions.
+    def choose(cls, rows, levels, multiprocessors):
+        """Few rows, or several levels: the shortest way to the end. Many: the fewest instructions.
 
         Args:
             rows: Rows of the launch.
-            block: Numbers that a program holds.
+            levels: `RowLevels` of the rows.
             multiprocessors: Of the device.
         """
         if rows <= multiprocessors:
-            return cls(True, max(4, min(16, block // 128)))
-        return cls(False, max(2, min(16, block // 1024)), 128)
+            return cls(True, max(4, min(16, levels.block // 128)))
+        if levels.levels > 1:
+            return cls(True, max(4, min(16, levels.block // 256)))
+        return cls(False, max(2, min(16, levels.block // 1024)), 128)
 
 
 def top_blocks_triton(scores, largest, group_ids, levels, plan, first_row, out, *, scored_all, multiprocessors):
@@ -279,7 +281,7 @@ def top_blocks_triton(scores, largest, group_ids, levels, plan, first_row, out, 
         multiprocessors: Of the device.
     """
     rows, topk = scores.shape[0], out.block_ids.shape[1]
-    config = TopKernelConfig.choose(rows, levels.block, multiprocessors)
+    config = TopKernelConfig.choose(rows, levels, multiprocessors)
     if levels.levels == 1:  # neither is touched
         largest, group_ids = scores, out.block_ids
     limit = {} if config.registers is None else {"maxnreg": config.registers}
