@@ -111,8 +111,8 @@ def sanitize(sanitizer: str, tool: str, limit_s: int) -> tuple[bool, str]:
     """
     command = [
         sanitizer, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "86", sys.executable,
-        "-m", "pytest", "tests/kernels", "-m", "gpu", "-k", SANITIZED, "-n", "0", "-q", "-p", "no:timeout", "-o",
-        "timeout=0", "-W", "ignore",
+        "-m", "pytest", "tests/kernels", "-m", "gpu", "-k", SANITIZED, "-n", "0", "-q", "--timeout=0", "-W",
+        "ignore",
     ]  # fmt: skip
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     try:
@@ -124,8 +124,8 @@ def sanitize(sanitizer: str, tool: str, limit_s: int) -> tuple[bool, str]:
         return True, f"not finished in {limit_s} s"
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     summary = next((line.strip("= ") for line in lines if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line), None)
-    ran = next((line for line in lines if re.match(r"\d+ (passed|failed)", line)), "no test ran")
-    if summary is None:
+    ran = next((line for line in lines if re.match(r"\d+ (passed|failed)", line)), None)
+    if summary is None or ran is None:
         return True, f"not run ({lines[-1] if lines else 'no output'})"
     if done.returncode:
         print("\n".join(lines[-60:]))

@@ -37,6 +37,13 @@ def test_it_runs_the_kernels_and_every_other_file_with_marked_tests() -> None:
     assert "tests/benchmarks/test_gpu_check.py" not in paths
 
 
+def test_what_the_sanitizer_sees_exists() -> None:
+    kernels = Path(__file__).parents[1] / "kernels"
+    names = "".join(path.read_text(encoding="utf-8") for path in kernels.rglob("test_*.py"))
+    for words in gpu_check.SANITIZED.split(" or "):
+        assert f"def test_{words}" in names, words
+
+
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert __main__.main(["gpu-check"]) == 2

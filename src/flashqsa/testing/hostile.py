@@ -125,7 +125,8 @@ def poison_slots(pages: torch.Tensor, slot_ids: torch.Tensor) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """[elements, itemsize] uint8 copy of a tensor's values."""
-    return tensor.detach().contiguous().reshape(-1, 1).view(torch.uint8).clone()
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)  # of one element, strides are made 1 too
+    return copy.reshape(-1, 1).view(torch.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
