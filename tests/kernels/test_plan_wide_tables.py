@@ -56,3 +56,17 @@ def test_the_first_block_slot_rounds_down(
     by_torch = step()
     assert by_kernel.first_block_slots.tolist() == by_torch.first_block_slots.tolist() == [first_slot // 4]
     assert by_kernel.closed_block_slot_ids.tolist() == by_torch.closed_block_slot_ids.tolist()
+
+
+def test_a_table_without_columns_is_never_read(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Rows of live requests then go nowhere, whatever lies before an address that is not the table's."""
+    monkeypatch.setattr(build, "takes_kernels", lambda _: True)
+    monkeypatch.setattr(build, "values_are_checked", lambda _: False)
+    starts = torch.tensor([3, 0, 1], dtype=torch.int32, device=device)[1:]
+    plan = plan_step(
+        starts, torch.tensor([4], dtype=torch.int32, device=device),
+        torch.zeros(1, 0, dtype=torch.int32, device=device), page_tokens=16, block_tokens=4, topk_blocks=8,
+        max_query_len=1, max_seq_len=4, num_rows=1,
+    )  # fmt: skip
+    assert plan.slot_ids.tolist() == plan.closed_block_slot_ids.tolist() == [-1]
+    assert plan.positions.tolist() == [3]

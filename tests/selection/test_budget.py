@@ -51,3 +51,29 @@ def test_fault_46_work_follows_the_row(monkeypatch: pytest.MonkeyPatch, seq_len:
     visible = seq_len // 4
     valid = min(visible, topk) * 4 + seq_len % 4
     assert read == {"blocks": visible if visible > topk else 0, "tokens": 2 * valid}
+
+
+def test_rows_of_a_request_share_a_pass_over_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of as many rows as are scored together reads every block key once; one row more, and it is twice."""
+    seq_len, dim = 2400, 8
+    one = torch.tensor([1], dtype=torch.int32)
+    cache = LayerCache(
+        torch.zeros(1, seq_len, 1, dim), torch.zeros(1, seq_len, 1, dim),
+        torch.randn(1, seq_len // 4, dim, generator=stream(6)), None, None,
+    )  # fmt: skip
+    read, read_slots = [], plain.read_slots
+
+    def count(pages: torch.Tensor, slot_ids: torch.Tensor) -> torch.Tensor:
+        read.append(slot_ids.shape[0])
+        return read_slots(pages, slot_ids)
+
+    monkeypatch.setattr(plain, "read_slots", count)
+    for rows, passes in ((plain.MAX_ROWS, 1), (plain.MAX_ROWS + plain.ROW_TILE, 2)):
+        read.clear()
+        plan = plan_step(
+            torch.cat([one - 1, one * rows]), one * seq_len, None, page_tokens=None, block_tokens=4, topk_blocks=16,
+            max_query_len=rows, max_seq_len=seq_len, first_slots=torch.zeros(1, dtype=torch.int64),
+        )  # fmt: skip
+        select_blocks(torch.randn(rows, 2, dim, generator=stream(7)), cache, plan, backend="torch")
+        assert len(read) == passes
+        assert read[-1] == seq_len // 4
