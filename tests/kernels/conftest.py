@@ -312,6 +312,19 @@ def row_lists() -> Callable[..., list[list[int]]]:
     return _row_lists
 
 
+def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[Hkv, G, N] of [Hkv, G, D] and [Hkv, N, D]; in fp32 on a device summed one by one, as its multipliers of fp32 do.
+
+    A library sums in blocks there, and its error is no measure for kernels that have one accumulator.
+    """
+    if q.dtype != FP32 or q.device.type == "cpu":
+        return q @ k.transpose(1, 2)
+    total = torch.zeros(*q.shape[:2], k.shape[1], dtype=FP32, device=q.device)
+    for d in range(q.shape[2]):
+        total.addcmul_(q[:, :, None, d], k[:, None, :, d])
+    return total
+
+
 def _computed(
     step: Step, lists: Sequence[Sequence[int]], wide: torch.dtype, gated: bool, softmax_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -325,7 +338,7 @@ def _computed(
                 continue
             k, v = (x[lists[row]].to(wide).transpose(0, 1) for x in (request.k, request.v))
             q = step.q[row].to(wide).reshape(k.shape[0], -1, k.shape[2])
-            scores = q @ k.transpose(1, 2) * scale
+            scores = _products(q, k) * scale
             lse[row] = scores.logsumexp(dim=-1).flatten()
             attended = (scores.softmax(dim=-1) @ v).reshape(step.q.shape[1:])
             if wide != torch.float64:
