@@ -28,24 +28,27 @@ def _search_by_bins(ranks, low, high, at_least, TOPK: tl.constexpr):
     `low` is such a t, `high` is above all; how many reach `low` may be a guess above topk.
 
     32 bins of the integer line a turn, counted downwards from the top: few turns, always less than ten, each of many
-    instructions. The first spends its bins on the two octaves below the largest score, where the threshold mostly is.
+    instructions. The first spends its bins where the threshold mostly is: on the two octaves below the largest score,
+    or, in a level whose groups are all known to reach `low`, on the sixteenth above it.
     """
     above = tl.full((), 0, tl.int32)
     most_shift = tl.full((), 19, tl.int32)
     j = tl.arange(0, 32)
+    top = tl.where(low >= 0, low + ((high - low) >> 4) + 1, high)
     while (high - low > 1) & (at_least != TOPK):
-        bits = ((high - low - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # of the distance to the top
+        bits = ((top - low - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # of the distance to the top
         shift = tl.minimum(tl.maximum(bits - 5, 0), most_shift)
         most_shift = tl.full((), 30, tl.int32)
-        bins = tl.minimum(tl.maximum(high - 1 - ranks, 0) >> shift, 31)  # what is above goes into the first bin
+        bins = tl.minimum(tl.maximum(top - 1 - ranks, 0) >> shift, 31)  # what is above goes into the first bin
         reached = tl.cumsum(tl.histogram(bins, 32), 0)
         enough = reached >= TOPK  # of the last bin always: it holds all that are left
         short = tl.max(tl.where(enough, 0, reached * 32 + j + 1), 0)  # the last bin that is not enough, and its count
         missed = short & 31
         above = tl.maximum(above, short >> 5)
         at_least = tl.minimum(at_least, tl.min(tl.where(enough & (j < 31), reached, 2147483647), 0))
-        low = tl.where(missed < 31, tl.maximum(low, high - ((missed + 1) << shift)), low)  # bin 31 reaches down to low
-        high -= missed << shift
+        low = tl.where(missed < 31, tl.maximum(low, top - ((missed + 1) << shift)), low)  # bin 31 reaches down to low
+        high = tl.where(missed > 0, top - (missed << shift), high)
+        top = high
     return low, at_least, above
 
 
