@@ -109,7 +109,8 @@ class CapturedStep:
         torch._foreach_copy_(self.inputs, given)
         if self.tokens != past:
             before = [past - start for start in self.starts]
-            self.lengths.copy_(torch.tensor([*before, past - 1], dtype=torch.int32))
+            lengths = torch.tensor([*before, past - 1], dtype=torch.int32, pin_memory=True)
+            self.lengths.copy_(lengths, non_blocking=True)
         self.tokens = past + 1
 
     def _run(self, attention: Any) -> torch.Tensor:
@@ -118,7 +119,7 @@ class CapturedStep:
         self.lengths.add_(1)
         plan = plan_step(**self.plan_arguments, out=self.plan)
         *rows, packed = self.inputs
-        q, index_q = prepare_context_triton(  # type: ignore[no-untyped-call]
+        q, index_q = prepare_context_triton(
             rows, packed[..., : self.half], packed[..., self.half :], self.norms, self.buffers_of, query_tokens=1,
             past=self.lengths[-1:], row_angle=self.block_tokens - 1,
             closed_block_slot_ids=plan.closed_block_slot_ids, block_tokens=self.block_tokens,

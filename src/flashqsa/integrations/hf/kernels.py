@@ -201,7 +201,7 @@ def _launch(
     cos, sin = angles.of_span(first_angle, angles.columns)
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    prepared: tuple[torch.Tensor, torch.Tensor] = prepare_context_triton(  # type: ignore[no-untyped-call]
+    prepared: tuple[torch.Tensor, torch.Tensor] = prepare_context_triton(
         (rows.q_gate, rows.k, rows.v, rows.index_qk), cos, sin, norms, caches, query_tokens=rows.query_tokens,
         past=past, row_angle=first_row - first_angle,
         closed_block_slot_ids=step.plan.closed_block_slot_ids, block_tokens=step.plan.block_tokens,

@@ -7,6 +7,7 @@ instead, of a size that grows with the rows, never with rows times context.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -180,10 +181,27 @@ def step_mask(
             f"flashqsa: max_cache_len must be at least the {total} tokens after this forward, got a static cache of "
             f"{kv_length}. Make a larger one."
         )
-    qsa = QSAConfig.from_pretrained_config(config)
+    qsa = _known_config(config)
     capacity = block_capacity(kv_length, qsa.block_tokens)
     plan = _plan_batch(starts, ends, past, total, kv_length, capacity, qsa, device or torch.device("cpu"))
     return HFStep(plan, starts, ends, kv_length, capacity)
+
+
+_configs: dict[Any, tuple[Callable[[], Any], QSAConfig]] = {}
+MOST_CONFIGS = 64
+
+
+def _known_config(config: Any) -> QSAConfig:
+    """What a model's config says, read anew only where the sizes that a step needs are others than before."""
+    key = (id(config), getattr(config, "indexer_compress_ratio", None), getattr(config, "indexer_budget", None))
+    known = _configs.get(key)
+    if known is not None and known[0]() is config:
+        return known[1]
+    qsa = QSAConfig.from_pretrained_config(config)
+    if len(_configs) >= MOST_CONFIGS:
+        _configs.clear()
+    _configs[key] = weakref.ref(config), qsa
+    return qsa
 
 
 def _visible_ranges(
@@ -234,16 +252,34 @@ def _plan_batch(
                 seq_lens.append(seq_len)
                 first_slots.append(batch_row * kv_tokens + start)
                 first_block_slots.append(batch_row * capacity)
+    numbers = [(query_starts, torch.int32), (seq_lens, torch.int32)]
+    numbers += [(first_slots, torch.int64), (first_block_slots, torch.int64)]
+    starts_there, lens_there, slots_there, block_slots_there = _on_device(numbers, device)
     return plan_step(
-        torch.tensor(query_starts, dtype=torch.int32, device=device),
-        torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        starts_there,
+        lens_there,
         None,
         page_tokens=None,
         block_tokens=config.block_tokens,
         topk_blocks=config.topk_blocks,
         max_query_len=total - past,
         max_seq_len=total,
-        first_slots=torch.tensor(first_slots, dtype=torch.int64, device=device),
-        first_block_slots=torch.tensor(first_block_slots, dtype=torch.int64, device=device),
+        first_slots=slots_there,
+        first_block_slots=block_slots_there,
         num_rows=query_starts[-1],
     )
+
+
+def _on_device(numbers: list[tuple[list[int], torch.dtype]], device: torch.device) -> list[torch.Tensor]:
+    """Lists as tensors; to a GPU in one copy from pinned memory, for which the host does not wait."""
+    here = [torch.tensor(values, dtype=dtype) for values, dtype in numbers]
+    if device.type != "cuda":
+        return [x.to(device) for x in here]
+    ends = list(itertools.accumulate(-(-x.nbytes // 16) * 16 for x in here))  # as kernels like to find them
+    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    places = [slice(end - -(-x.nbytes // 16) * 16, end - -(-x.nbytes // 16) * 16 + x.nbytes)
+              for x, end in zip(here, ends, strict=True)]  # fmt: skip
+    for x, place in zip(here, places, strict=True):
+        packed[place] = x.view(torch.uint8)
+    there = packed.to(device, non_blocking=True)
+    return [there[place].view(x.dtype) for x, place in zip(here, places, strict=True)]
