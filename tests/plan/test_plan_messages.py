@@ -68,3 +68,16 @@ def test_a_plan_prints_its_numbers_alone() -> None:
     assert "_scratch" not in text
     assert "_row_groups" not in text
     assert "_end_slots" not in text
+
+
+def test_a_refill_compares_numbers_not_objects() -> None:
+    """Numbers of any size: those of a pool come from elsewhere than those of the plan that it refills."""
+
+    def step(text: str, **options: Any) -> StepPlan:
+        return plan_step(
+            int32(0, 1), int32(9), int32(0)[None], page_tokens=int(text), block_tokens=4, topk_blocks=int("512"),
+            max_query_len=1, max_seq_len=9, ring_ids=int32(0), ring_tokens=int("400"), **options,
+        )  # fmt: skip
+
+    plan = step("1616")
+    assert step("1616", out=plan) is plan

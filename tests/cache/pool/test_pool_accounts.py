@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from flashqsa import Prefix
-from flashqsa.cache.pool.accounts import PoolAccounts
+from flashqsa.cache import ExportedRequest, PoolTensor, Prefix
+from flashqsa.cache.pool.accounts import Account, PoolAccounts, Taken
+from flashqsa.cache.pool.steps import PlannedRequest, StepNumbers, StepShape
 
 
 @pytest.fixture
@@ -64,3 +65,35 @@ def test_a_row_that_is_missing_at_the_start_of_a_page_is_found(
         getattr(serving.pool.caches[1], name)[page, row, 0, 3] = float("nan")
         with refuses(ArgumentError, "PagedPool.plan_step", "'a'", "layer 7", f"{name} at token {token}"):
             serving.pool.plan_step({"a": 1})
+
+
+def test_what_is_handed_around_cannot_change() -> None:
+    for kind in (Prefix, Taken, PlannedRequest, StepNumbers, StepShape, PoolTensor, ExportedRequest):
+        assert kind.__dataclass_params__.frozen, kind  # type: ignore[attr-defined]
+
+
+def test_a_new_account_has_nothing() -> None:
+    account = Account("a", 3)
+    assert (account.ring_id, list(account.page_ids), account.length, account.ring_start, account.checked) == (
+        3,
+        [],
+        0,
+        0,
+        0,
+    )
+
+
+def test_a_shared_page_before_reserved_ones(make_serving: Any, draw_tokens: Any) -> None:
+    """Pages were reserved, then the last written one was shared: its copy takes its place, the reserved ones stay."""
+    for length in (12, 20, 36):
+        serving = make_serving()
+        serving.open("a")
+        serving.step({"a": draw_tokens(length)})
+        serving.pool.extend("a", 40)
+        serving.fork("a", "b")
+        reserved = serving.pool.page_ids("a")[-1]
+        serving.step({"a": draw_tokens(25, 1)})
+        assert reserved in serving.pool.page_ids("a")
+        serving.step({"b": draw_tokens(25, 2), "a": draw_tokens(3, 3)})
+        for name in "ab":
+            serving.check_caches(name)
