@@ -231,9 +231,9 @@ def figures_table() -> str:
         since = sum("killed_by" in entry for entry in fates)
         lines.append(
             f"| mutants, sample {report['seed']} | {report['killed']} of {report['mutants']} killed at once, {since} "
-            f"by tests written for them, {len(fates) - since} remain |"
+            f"by tests written for them, {len(fates) - since} change nothing |"
         )
-    lines += ["", "Mutants that remain, and why:", "", "| module | change | |", "|---|---|---|"]
+    lines += ["", "Mutants that no test can tell, and why:", "", "| module | change | |", "|---|---|---|"]
     for (module, change), entry in survivors().items():
         if "reason" in entry:
             shown = change.replace("|", "\\|")
@@ -247,11 +247,13 @@ def test_figures_are_those_measured() -> None:
 
 
 def test_mutants_are_killed_or_explained() -> None:
+    """At least 95 % of those that a test can kill; and not many of the others, or the sample says little."""
     for report in json.loads(FIGURES.read_text())["mutation"]:
-        fates = [fate(mutant) for mutant in report["survivors"]]
-        killed = report["killed"] + sum("killed_by" in entry for entry in fates)
+        unkillable = sum("reason" in fate(mutant) for mutant in report["survivors"])
+        killed = report["killed"] + sum("killed_by" in fate(mutant) for mutant in report["survivors"])
         assert report["mutants"] >= 150
-        assert killed >= 0.95 * report["mutants"]
+        assert killed >= 0.95 * (report["mutants"] - unkillable)
+        assert unkillable <= 0.08 * report["mutants"]
     for entry in survivors().values():
         assert ("killed_by" in entry) != ("reason" in entry)
         assert "killed_by" not in entry or (ROOT / entry["killed_by"]).is_file()
