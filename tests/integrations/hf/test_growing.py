@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashqsa.integrations import hf
-from flashqsa.integrations.hf import forward, growing, kernels, masks
+from flashqsa.integrations.hf import captured, forward, growing, kernels, masks
 from flashqsa.preparation import triton_context
 from flashqsa.preparation.plain import pool_block_keys, rms_norm, rotate
 
@@ -25,7 +25,7 @@ def _by_torch(
     rows: Any, cos: Any, sin: Any, norms: Any, caches: Any, *, query_tokens: int, past: int, row_angle: int,
     closed_block_slot_ids: Any, block_tokens: int,
 ) -> Any:  # fmt: skip
-    q_gate, k, v, index_qk = rows
+    past, (q_gate, k, v, index_qk) = int(past), rows
     k_cache, v_cache, raw_keys, block_keys = caches
     batch, new = cos.shape[0], slice(past, past + query_tokens)
     angles = [x[:, row_angle : row_angle + query_tokens].flatten(0, 1) for x in (cos, sin)]
@@ -73,6 +73,30 @@ def model(make_model: Any, qsa_case: Any) -> Any:
 @pytest.fixture
 def mask() -> torch.Tensor:
     return (torch.arange(PROMPT + 40)[None] >= torch.tensor(PADS)[:, None]).long()
+
+
+class _Graph:
+    """What a captured step does when it is replayed: the same work, into the same memory."""
+
+    def __init__(self, step: Any, attention: Any, replays: list[int]) -> None:
+        self.step, self.attention, self.replays = step, attention, replays
+
+    def replay(self) -> None:
+        self.replays.append(1)
+        self.step.out = self.step._run(self.attention)
+
+
+@pytest.fixture
+def replays(served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps are captured after a few, and counted when replayed."""
+    counted: list[int] = []
+
+    def capture(self: Any, attention: Any) -> None:
+        self.graph, self.out = _Graph(self, attention, counted), self.lengths
+
+    monkeypatch.setattr(captured, "captures", lambda device: True)
+    monkeypatch.setattr(captured.CapturedStep, "_capture", capture)
+    return counted
 
 
 def _decode(model: Any, cache: Any, tokens: torch.Tensor, mask: torch.Tensor, past: int, end: int) -> torch.Tensor:
@@ -139,6 +163,26 @@ def test_the_same_is_said(
             patch.setattr(forward, "norms_for_kernel", lambda *_: None)
             expected = _conversation(model, tokens, mask, change)
     assert (said - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [_nothing, _crop, _copy, _repeat_and_select, _offload, _reset])
+def test_captured_steps_say_the_same(
+    model: Any, make_tokens: Any, mask: torch.Tensor, replays: list[int], monkeypatch: Any, change: Any
+) -> None:
+    """Lengths, plan and caches of a captured step follow what is done to a cache in between, and larger buffers."""
+    tokens = make_tokens(3, PROMPT + 40)
+    with hf.enabled(model):
+        said = _conversation(model, tokens, mask, change)
+        assert len(replays) >= 4
+        counted = [layer.rows for layer in hf.report(model)]
+        with monkeypatch.context() as patch:
+            patch.setattr(captured, "STEPS_BEFORE", 10**9)
+            hf.disable(model)
+            hf.enable(model)
+            expected = _conversation(model, tokens, mask, change)
+            assert [layer.rows for layer in hf.report(model)] == counted
+    assert torch.equal(said, expected)
 
 
 @torch.no_grad()

@@ -70,16 +70,22 @@ class CapturedStep:
         self.buffers_of = (*buffers.all, state.keys)
         self.cache = buffers.pages(state.keys, attention.layer_idx)
         self.counts = counts_of(attention, device)  # the graph adds to it
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.out: torch.Tensor | None = None
 
     def run_and_capture(self, attention: Any, rows: Projected, angles: Angles, past: int) -> torch.Tensor:
         """Attended rows [B, Hq, D] of a step that runs kernel by kernel, which also compiles what it needs."""
         self._take(self._given(rows, angles), past)
         attended = self._run(attention)
-        here = torch.cuda.current_stream(attended.device)
-        apart = torch.cuda.Stream(attended.device)  # type: ignore[no-untyped-call]
+        self._capture(attention)
+        return attended
+
+    def _capture(self, attention: Any) -> None:
+        device = self.lengths.device
+        here = torch.cuda.current_stream(device)
+        apart = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         apart.wait_stream(here)
+        self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(apart):
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -87,7 +93,6 @@ class CapturedStep:
             finally:
                 self.graph.capture_end()
         here.wait_stream(apart)
-        return attended
 
     def serves(self, attention: Any, norms: Norms, step: HFStep, state: PooledKeys) -> bool:
         """Whether a step differs from the captured one by its length alone."""
@@ -96,8 +101,9 @@ class CapturedStep:
     def replay(self, rows: Projected, angles: Angles, past: int) -> torch.Tensor:
         """Attended rows [B, Hq, D], gated; to be used before the next replay."""
         self._take(self._given(rows, angles), past)
-        self.graph.replay()
+        assert self.graph is not None
         assert self.out is not None
+        self.graph.replay()
         return self.out
 
     def _given(self, rows: Projected, angles: Angles) -> list[torch.Tensor]:
@@ -109,7 +115,7 @@ class CapturedStep:
         torch._foreach_copy_(self.inputs, given)
         if self.tokens != past:
             before = [past - start for start in self.starts]
-            lengths = torch.tensor([*before, past - 1], dtype=torch.int32, pin_memory=True)
+            lengths = torch.tensor([*before, past - 1], dtype=torch.int32, pin_memory=self.lengths.is_cuda)
             self.lengths.copy_(lengths, non_blocking=True)
         self.tokens = past + 1
 
@@ -137,6 +143,11 @@ def _key(step: HFStep, norms: Norms, state: PooledKeys, attention: Any) -> tuple
     return step.starts, step.plan.topk_blocks, state.keys.data_ptr(), weights, attention.scaling, attention.layer_idx
 
 
+def captures(device: torch.device) -> bool:
+    """Whether steps on a device may be captured: not where values are read, nor inside a capture of the caller's."""
+    return device.type == "cuda" and not values_are_checked(device) and not torch.cuda.is_current_stream_capturing()
+
+
 def decode_by_graph(
     attention: Any, rows: Projected, norms: Norms, angles: Angles, step: HFStep, cache: Any
 ) -> torch.Tensor | None:
@@ -150,14 +161,14 @@ def decode_by_graph(
         step: The step.
         cache: A transformers cache.
     """
-    if rows.query_tokens != 1 or rows.k.device.type != "cuda" or attention.layer_idx >= len(cache.layers):
+    if rows.query_tokens != 1 or not captures(rows.k.device) or attention.layer_idx >= len(cache.layers):
         return None
     layer = cache.layers[attention.layer_idx]
     buffers = buffers_behind(layer, type(cache))
     total, r = step.kv_tokens, step.plan.block_tokens
     if buffers is None or buffers.tokens != total - 1 or buffers.k.shape[:2] != (rows.batch, step.block_capacity * r):
         return None
-    if not step.grows_everywhere or total < r or values_are_checked(rows.k.device) or buffers.k.dtype != rows.k.dtype:
+    if not step.grows_everywhere or total < r or buffers.k.dtype != rows.k.dtype:
         return None
     state = known_state(layer, step, total - 1)
     if state is None or state.keys.shape[1] != step.block_capacity:
@@ -165,7 +176,7 @@ def decode_by_graph(
     if any(count < (total - 1 - start) // r for count, start in zip(state.counts, state.starts, strict=True)):
         return None
     buffers.steps += 1
-    if buffers.steps <= STEPS_BEFORE or torch.cuda.is_current_stream_capturing():
+    if buffers.steps <= STEPS_BEFORE:
         return None
     captured: CapturedStep | None = buffers.captured
     if captured is not None and captured.serves(attention, norms, step, state):
