@@ -91,7 +91,7 @@ def test_row_exact_and_token_lists_never_go_by_tiles(device: torch.device, choos
     assert not takes_tiles(step.q, step.cache, step.plan, dataclasses.replace(tokens, unit_tokens=1))
     assert not takes_tiles(step.q.float(), step.cache, step.plan, tokens)
     decode = make_step(
-        dataclasses.replace(CASE, requests=((300, 1), (9, 7)), request_seeds=None), seed=62, device=device
+        dataclasses.replace(CASE, requests=((300, 1), (9, 3)), request_seeds=None), seed=62, device=device
     )
     assert not takes_tiles(decode.q, decode.cache, decode.plan, tokens)
 

@@ -58,7 +58,7 @@ def step_shapes(
     beyond = {min(blocks * r, max_seq_len) for blocks in _powers(-(-max_seq_len // r)) if blocks >= least}
     contexts = sorted({within, max_seq_len, *beyond})
     few = [rows for rows in range(2, FEW_ROWS + 1) if rows <= max_rows]
-    decode = {(requests, 1) for requests in _sizes(min(max_requests, max_rows))}
+    decode = {(requests, 1) for requests in _sizes(max_rows)}  # or padding
     alone = {(1, rows) for rows in (*few, *_sizes(max_rows))}
     coarse = {(requests, rows) for requests in _powers(max_requests) for rows in _powers(max_rows)}
     fine = {(requests, rows) for requests in _sizes(max_requests) for rows in few}
