@@ -59,7 +59,7 @@ def test_shapes_stay_within_bounds_and_reach_them(bounds: tuple[int, int, int], 
     shapes = list(step_shapes(CONFIG, *bounds, all_contexts=all_contexts))
     assert len(shapes) == len(set(shapes))
     assert all(1 <= shape.requests <= max_requests for shape in shapes)
-    assert all(1 <= shape.requests * shape.rows <= max_rows for shape in shapes)
+    assert all(1 <= shape.requests * shape.rows + shape.padding <= max_rows for shape in shapes)
     assert max(shape.rows for shape in shapes) == max_rows
     assert max(shape.requests for shape in shapes) == min(max_requests, max_rows)
     assert {shape.max_seq_len for shape in shapes} >= {max_seq_len, min(max_seq_len, CONFIG.budget_tokens)}

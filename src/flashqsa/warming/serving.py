@@ -106,7 +106,7 @@ class PaddingServer:
             "first_slots": first_slots,
             "ring_ids": None if ring is None else nothing[:requests].clone() - 1,
             "ring_tokens": None if ring is None else ring.shape[1],
-            "num_rows": requests * shape.rows,
+            "num_rows": requests * shape.rows + shape.padding,
         }
         lens = torch.zeros(requests, dtype=torch.int32, device=device)
         plan = plan_step(nothing, lens, table, **options)

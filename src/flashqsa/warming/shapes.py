@@ -19,11 +19,13 @@ class StepShape:
         requests: Requests.
         rows: Rows of each.
         max_seq_len: Bound on lengths, in tokens.
+        padding: Rows of no request.
     """
 
     requests: int
     rows: int
     max_seq_len: int
+    padding: int = 0
 
 
 def _powers(most: int) -> list[int]:
@@ -58,7 +60,7 @@ def step_shapes(
     beyond = {min(blocks * r, max_seq_len) for blocks in _powers(-(-max_seq_len // r)) if blocks >= least}
     contexts = sorted({within, max_seq_len, *beyond})
     few = [rows for rows in range(2, FEW_ROWS + 1) if rows <= max_rows]
-    decode = {(requests, 1) for requests in _sizes(max_rows)}  # or padding
+    decode = {(requests, 1) for requests in _sizes(min(max_requests, max_rows))}
     alone = {(1, rows) for rows in (*few, *_sizes(max_rows))}
     coarse = {(requests, rows) for requests in _powers(max_requests) for rows in _powers(max_rows)}
     fine = {(requests, rows) for requests in _sizes(max_requests) for rows in few}
@@ -69,3 +71,5 @@ def step_shapes(
         for requests, rows in sorted(shapes):
             if requests * rows <= max_rows:
                 yield StepShape(requests, rows, context)
+        for rows in _sizes(max_rows)[1:]:  # decode that is padded, beyond the requests there can be
+            yield StepShape(1, 1, context, padding=rows - 1)
