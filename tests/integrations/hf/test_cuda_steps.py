@@ -68,19 +68,18 @@ def _reorder(cache: Any, mask: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("change", [_nothing, _reorder])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_captured_steps_have_the_bits_of_steps_kernel_by_kernel(
-    model: Any, make_tokens: Any, replays: list[int], monkeypatch: pytest.MonkeyPatch, change: Any, dtype: Any
+    model: Any, make_tokens: Any, replays: list[int], change: Any, dtype: Any
 ) -> None:
     model, tokens = model.to(dtype), make_tokens(2, PROMPT + STEPS).cuda()
     mask = torch.ones_like(tokens)
     mask[1, :6] = 0
-    with hf.enabled(model):
+    with hf.enabled(model, capture_steps=True):
         found = _conversation(model, tokens, mask, change)
         assert len(replays) > STEPS, "two layers, most of whose steps are replayed"
         counted = hf.report(model)
         replays.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(captured, "STEPS_BEFORE", 10**9)
-            expected = _conversation(model, tokens, mask, change)
+        hf.enable(model)
+        expected = _conversation(model, tokens, mask, change)
         assert not replays
     assert torch.equal(found, expected)
     rows = 2 * (PROMPT + STEPS) - 6
@@ -93,7 +92,7 @@ def test_the_torch_path_says_the_same(
 ) -> None:
     tokens = make_tokens(1, PROMPT + STEPS).cuda()
     mask = torch.ones_like(tokens)
-    with hf.enabled(model):
+    with hf.enabled(model, capture_steps=True):
         found = _conversation(model, tokens, mask, _nothing)
         assert replays
         monkeypatch.setattr(forward, "norms_for_kernel", lambda *_: None)
@@ -128,7 +127,7 @@ def test_fault_47_a_step_does_not_wait_for_the_device(model: Any, replays: list[
         )
         attention(hidden[:, past:end], (cos[:, :end], sin[:, :end]), step, cache)
 
-    with hf.enabled(attention):
+    with hf.enabled(attention, capture_steps=True):
         run(0, PROMPT)
         for column in range(PROMPT, PROMPT + 6):
             run(column, column + 1)

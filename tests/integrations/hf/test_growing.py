@@ -168,20 +168,20 @@ def test_the_same_is_said(
 @torch.no_grad()
 @pytest.mark.parametrize("change", [_nothing, _crop, _copy, _repeat_and_select, _offload, _reset])
 def test_captured_steps_say_the_same(
-    model: Any, make_tokens: Any, mask: torch.Tensor, replays: list[int], monkeypatch: Any, change: Any
+    model: Any, make_tokens: Any, mask: torch.Tensor, replays: list[int], change: Any
 ) -> None:
     """Lengths, plan and caches of a captured step follow what is done to a cache in between, and larger buffers."""
     tokens = make_tokens(3, PROMPT + 40)
-    with hf.enabled(model):
+    with hf.enabled(model, capture_steps=True):
         said = _conversation(model, tokens, mask, change)
         assert len(replays) >= 4
         counted = [layer.rows for layer in hf.report(model)]
-        with monkeypatch.context() as patch:
-            patch.setattr(captured, "STEPS_BEFORE", 10**9)
-            hf.disable(model)
-            hf.enable(model)
-            expected = _conversation(model, tokens, mask, change)
-            assert [layer.rows for layer in hf.report(model)] == counted
+        replays.clear()
+        hf.disable(model)
+        hf.enable(model)
+        expected = _conversation(model, tokens, mask, change)
+        assert not replays, "nobody asked for it"
+        assert [layer.rows for layer in hf.report(model)] == counted
     assert torch.equal(said, expected)
 
 

@@ -100,6 +100,8 @@ def test_budgets_and_selectors_that_are_refused(model: Any, prompt: torch.Tensor
         hf.enable(model, budget_tokens=6)
     with refuses(ArgumentError, "enable", "selector", "int"):
         hf.enable(model, selector=3)
+    with pytest.raises(ArgumentError, match="enable: capture_steps must be True or False, got 'yes'"):
+        hf.enable(model, capture_steps="yes")
     assert model.config._attn_implementation == before, "a refused call changes nothing"
     with hf.enabled(budget_tokens=6), refuses(ArgumentError, "enable", "budget_tokens", "6"):
         model(prompt)

@@ -93,9 +93,10 @@ def _attend(
     norms = norms_for_kernel(self, projected, angles, step)
     if norms is not None and cache is not None and not _is_studied(self):
         follow_caches(self)
-        replayed = decode_by_graph(self, projected, norms, angles, step, cache)
-        if replayed is not None:
-            return self.o_proj(replayed.view(batch, q_length, -1)), None
+        if settings_of(self).capture_steps:
+            replayed = decode_by_graph(self, projected, norms, angles, step, cache)
+            if replayed is not None:
+                return self.o_proj(replayed.view(batch, q_length, -1)), None
     ready = _prepare(self, projected, norms, angles, step, cache)
     selection = _select(self, ready.q, ready.index_q, ready.cache, ready.step)
     count_rows(self, selection)

@@ -28,10 +28,12 @@ class Settings:
     Attributes:
         selector: Function that selects in place of the model, or None.
         budget_tokens: Budget in place of the model's, or None.
+        capture_steps: Whether decode steps are replayed as CUDA graphs.
     """
 
     selector: Selector | None = None
     budget_tokens: int | None = None
+    capture_steps: bool = False
 
     def topk_blocks(self, model_topk_blocks: int, block_tokens: int) -> int:
         """Blocks that a row selects at most.
@@ -82,11 +84,12 @@ def settings_of(attention: Any) -> Settings:
     return OF_CLASSES.now if own is None else own
 
 
-def checked_settings(selector: Selector | None, budget_tokens: int | None) -> Settings:
+def checked_settings(selector: Selector | None, budget_tokens: int | None, capture_steps: bool) -> Settings:
     """The settings, as far as they can be checked without a model.
 
     Raises:
-        ArgumentError: The selector cannot be called, or the budget is no positive number of tokens.
+        ArgumentError: The selector cannot be called, the budget is no positive number of tokens, or `capture_steps` is
+            neither True nor False.
     """
     if selector is not None and not callable(selector):
         raise ArgumentError(
@@ -99,4 +102,8 @@ def checked_settings(selector: Selector | None, budget_tokens: int | None) -> Se
             f"enable: budget_tokens must be a positive number of tokens, got {budget_tokens!r}. "
             "Pass a multiple of the model's indexer_compress_ratio."
         )
-    return Settings(selector, budget_tokens)
+    if not isinstance(capture_steps, bool):
+        raise ArgumentError(
+            f"enable: capture_steps must be True or False, got {capture_steps!r}. Leave it out to run steps one by one."
+        )
+    return Settings(selector, budget_tokens, capture_steps)
