@@ -11,12 +11,13 @@ ACTIONS = {"admit", "fork", "hit", "hold", "hand_over", "close", "ragged", "padd
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_soak_of_2000_steps() -> None:
-    """Most of the time is the oracle's, on the CPU: every row of every step is compared."""
-    report = soak(2000, seed=0, stages="triton", device="cuda", graphs=True)
-    assert report.steps == 2000
-    assert report.replays > 300, "steps that the graph ran"
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(8))
+def test_soak_of_2000_steps(seed: int) -> None:
+    """An eighth of them each, for most of the time is the oracle's on the CPU: every row of every step is compared."""
+    report = soak(250, seed=seed, stages="triton", device="cuda", graphs=True)
+    assert report.steps == 250
+    assert report.replays > 30, "steps that the graph ran"
     assert set(report.actions) >= ACTIONS
 
 

@@ -43,6 +43,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def cast_saturating(x: torch.Tensor, dtype: torch.dtype, scale: float | torch.Tensor | None = None) -> torch.Tensor:
     """Divide by the scale, then cast; float8 saturates at 448 instead of becoming NaN."""
+    if isinstance(scale, float | int):
+        # By a number CUDA multiplies with the reciprocal, which rounds twice; by a tensor it divides, as a CPU does.
+        scale = torch.full((), scale, dtype=x.dtype, device=x.device)
     if scale is not None:
         x = x / scale
     return x.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == FP8 else x.to(dtype)

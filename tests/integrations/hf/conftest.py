@@ -321,6 +321,8 @@ def _selected(selection: Selection, scores: torch.Tensor | None, cache: Any, pla
     """The token columns of a selection over request-contiguous caches."""
     assert scores is not None
     batch, columns = cache.k_pages.shape[:2]
+    if plan.num_requests == 1:  # a cache that grew in place has its pages side by side
+        batch, columns = 1, batch * columns
     rows, r = plan.num_rows, plan.block_tokens
     blocks, counts, visible = (x.cpu() for x in (selection.block_ids, selection.block_counts, selection.visible_blocks))
     request_ids, positions, first_slots = (x.cpu() for x in (plan.request_ids, plan.positions, plan.first_slots))

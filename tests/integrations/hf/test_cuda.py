@@ -35,7 +35,9 @@ def test_generate(case: Any, make_model: Any, prompt: torch.Tensor, mask: torch.
     assert all(layer.rows == 2 * (150 + 23) - 6 for layer in counted)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:The CUDA Graph is empty")  # of torch itself
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore:The CUDA Graph is empty", "ignore:TensorFloat32"
+)  # of torch itself
 def test_static_cache_which_compiles_by_itself(
     make_model: Any, small_case: Any, prompt: torch.Tensor, mask: torch.Tensor
 ) -> None:

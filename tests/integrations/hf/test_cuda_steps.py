@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -100,17 +100,10 @@ def test_the_torch_path_says_the_same(
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@contextmanager
-def _waiting_raises() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @torch.no_grad()
-def test_fault_47_a_step_does_not_wait_for_the_device(model: Any, replays: list[int]) -> None:
+def test_fault_47_a_step_does_not_wait_for_the_device(
+    model: Any, replays: list[int], no_synchronisation: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Planning it and running it in a layer, kernel by kernel, captured and replayed."""
     from transformers import DynamicCache
     from transformers.masking_utils import causal_mask_function
@@ -132,7 +125,7 @@ def test_fault_47_a_step_does_not_wait_for_the_device(model: Any, replays: list[
         for column in range(PROMPT, PROMPT + 6):
             run(column, column + 1)
         before = len(replays)
-        with _waiting_raises():
+        with no_synchronisation():
             for column in range(PROMPT + 6, PROMPT + 12):
                 run(column, column + 1)
     assert before

@@ -79,7 +79,9 @@ def _assert_same_rows(actual: torch.Tensor, expected: torch.Tensor, model_dtype:
     places = 4 if model_dtype == torch.float32 else 2
     allowed = places * torch.finfo(model_dtype).eps * widest + torch.zeros_like(other)
     if actual.dtype != model_dtype:  # the last cast may fall on another side too
-        allowed += torch.finfo(actual.dtype).eps * other.abs() + torch.finfo(actual.dtype).smallest_normal / 4
+        allowed += (
+            torch.finfo(actual.dtype).eps * other.nan_to_num(0.0).abs() + torch.finfo(actual.dtype).smallest_normal / 4
+        )
     error = torch.where(differs, (one - other).abs(), 0.0)
     assert bool((error <= allowed).all()), f"{label}: error {float(error.max()):.3e}"  # False for NaN on one side
     if model_dtype != torch.float32:
