@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu-check`: the tests that need a CUDA GPU, counted, then steps of a soak under compute-sanitizer.
+"""`python -m benchmarks gpu-check`: the tests that need a CUDA GPU, counted, then a short soak under compute-sanitizer.
 
 Tests run in several processes, since most of their time is compilation. Each test of a fault that was reported for this
 or a related library carries the fault's number in its name; numbers that have to be shown on a GPU and have no passed
