@@ -74,6 +74,12 @@ def test_one_version() -> None:
     assert project["version"] == flashqsa.__version__
     assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == flashqsa.__version__
     assert f"license: {project['license']}" in citation
+    headings = re.findall(
+        r"^## \[(.+?)\](?: - (.+))?$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    version, date = next(heading for heading in headings if heading[0] != "Unreleased")
+    assert version == flashqsa.__version__
+    assert re.search(r"^date-released: (.+)$", citation, re.MULTILINE)[1] == date
 
 
 def _build(source: Path, folder: Path, *targets: str) -> None:

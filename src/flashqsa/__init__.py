@@ -14,7 +14,7 @@ from flashqsa.rope import RopeTable
 from flashqsa.selection import expand_tokens, merge_selections, select_blocks
 from flashqsa.warming import WarmupReport, warmup
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "CacheLayout",
