@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import flashqsa
 from flashqsa.cache import CacheLayout
+from flashqsa.commands import doctor as doctor_command
 from flashqsa.commands import doctor_parts, doctor_trial
 from flashqsa.commands.app import main
 from flashqsa.commands.doctor import RELEASED, DoctorOptions, diagnose
@@ -227,6 +229,15 @@ def test_doctor_tells_a_damaged_checkpoint_in_one_line(
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert told in line
+
+
+@pytest.mark.parametrize("at", ["look_at_devices", "try_stages", "print_diagnosis"])
+def test_doctor_interrupted_is_one_line(at: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_command, at, lambda *args: signal.raise_signal(signal.SIGINT))
+    assert main(["doctor", "--device", "cpu"]) == 130
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.strip() == "flashqsa: interrupted"
 
 
 def test_parts_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

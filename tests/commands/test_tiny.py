@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from flashqsa.commands import tiny_checkpoint
 from flashqsa.commands.app import main
 from flashqsa.commands.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
+from flashqsa.commands.tiny_weights import draw_weight
 from flashqsa.config import QSAConfig
 
 transformers = pytest.importorskip("transformers")
@@ -247,6 +251,26 @@ def test_tiny_leaves_nothing_behind_when_it_fails_midway(tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         write_tiny_checkpoint(tmp_path / "model", on_tensor=stop)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [[], ["--force"]])
+def test_tiny_interrupted_is_one_line_and_leaves_what_was_there(
+    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    def interrupt(name: str, *rest: Any) -> torch.Tensor:
+        drawn.append(name)
+        if len(drawn) > 20:
+            signal.raise_signal(signal.SIGINT)
+        return draw_weight(name, *rest)
+
+    monkeypatch.setattr(tiny_checkpoint, "draw_weight", interrupt)
+    target = _occupied(tmp_path) if words else tmp_path / "model"
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["tiny", str(target), *words]) == 130
+    assert capfd.readouterr().err.strip() == "flashqsa: interrupted"
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_program_tells_its_version_and_its_commands(capfd: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,8 @@ def _run(words: list[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         return _fail(f"{error.format_message().rstrip('.')} (see flashqsa --help)")
+    if outcome == EXIT_INTERRUPTED:  # typer's own answer to Ctrl-C, which it gives without a word
+        return _interrupted()
     return outcome if isinstance(outcome, int) else 0
 
 
