@@ -66,6 +66,8 @@ class CacheLayout:
         for name in ("block_tokens", "kv_heads", "head_dim", "index_head_dim", "ring_tokens"):
             expect_int("CacheLayout", name, getattr(self, name), least=None if name == "ring_tokens" else 1)
         check_page_tokens("CacheLayout", self.page_tokens, self.block_tokens)
+        for name in ("page_tokens", "block_tokens", "kv_heads", "head_dim", "index_head_dim", "ring_tokens"):
+            object.__setattr__(self, name, int(getattr(self, name)))  # numbers of numpy overflow, and JSON has none
         for name in ("kv_dtype", "index_dtype", "ring_dtype"):
             if getattr(self, name) not in CACHE_DTYPES:
                 raise DTypeError(

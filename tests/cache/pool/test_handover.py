@@ -250,6 +250,37 @@ def test_a_model_of_other_heads_is_refused(make_serving: Any, draw_tokens: Any, 
         pool.import_request("a", exported_by(make_serving, draw_tokens))
 
 
+OTHER_CONFIGS = {
+    "heads": ({"head_dim": 16}, ShapeError, ("layer.3.k", "[42, 1, 16]")),
+    "index heads": ({"index_head_dim": 16}, ShapeError, ("layer.3.block_keys", "[10, 16]")),
+    "blocks": ({"block_tokens": 2}, ArgumentError, ("block_tokens must be 2", "got 4")),
+    "layers": ({"qsa_layer_ids": (3, 11)}, ArgumentError, ("layer_ids must be [3, 11]", "got [3, 7]")),
+    "fewer layers": ({"qsa_layer_ids": (3,)}, ArgumentError, ("layer_ids must be [3]", "got [3, 7]")),
+    "rotation": ({"rotary_dim": 4}, ArgumentError, ("model", "'rotary_dim': 4", "'rotary_dim': 6")),
+    "sections": ({"mrope_section": (3, 0, 0)}, ArgumentError, ("model", "[3, 0, 0]", "[1, 1, 1]")),
+    "norms": ({"norm_eps": 1e-5}, ArgumentError, ("model", "1e-05", "1e-06")),
+    "theta": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, ArgumentError, ("model", "1000000.0"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OTHER_CONFIGS)
+def test_fault_32_an_export_of_another_config_is_refused(
+    make_serving: Any, draw_tokens: Any, tiny_config: Any, refuses: Any, nothing_changes: Any, file: Path, what: str
+) -> None:
+    """Through a file, into a pool of a checkpoint that differs in one number."""
+    change, error, parts = OTHER_CONFIGS[what]
+    config = dataclasses.replace(tiny_config, **change)
+    pool = PagedPool.from_config(
+        config, page_tokens=16, num_pages=9, num_rings=2, speculative_rows=3, dtype=torch.float32
+    )
+    pool.open("b")
+    pool.plan_step({"b": 20})
+    with nothing_changes(pool), refuses(error, "PagedPool.import_request", *parts):
+        pool.import_request("a", ExportedRequest.load(file))
+
+
 def test_killed_half_way_nothing_that_is_in_use_has_changed(
     make_serving: Any, draw_tokens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

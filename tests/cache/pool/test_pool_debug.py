@@ -222,3 +222,99 @@ def test_memory_can_be_poisoned_without_the_checks(tiny_config: Any, monkeypatch
     assert_free_memory_is_nan(pool)
     pool.close("a")
     assert_free_memory_is_nan(pool)
+
+
+@pytest.mark.parametrize("call", ["plan_step", "extend", "import_request"])
+def test_a_step_that_runs_after_its_request_was_closed_is_found(
+    make_serving: Any, draw_tokens: Any, run_step: Any, refuses: Any, nothing_changes: Any, call: str
+) -> None:
+    """Its pages were free, and are looked at before anybody gets them: the error names whose token was written."""
+    serving = make_serving(page_tokens=8)
+    pool = serving.pool
+    for name in "ab":
+        serving.open(name)
+        serving.step({name: draw_tokens(20)})
+    exported = pool.export_request("b")
+    plan = pool.plan_step({"a": 3})
+    page = pool.page_ids("a")[-1]
+    pool.close("a")
+    run_step(pool.caches[1:], plan, torch.tensor(draw_tokens(3, 1)))
+    pool._accounts.free_page_ids.remove(page)
+    pool._accounts.free_page_ids.append(page)
+    calls = {
+        "plan_step": lambda: pool.plan_step({"b": 9}),
+        "extend": lambda: pool.extend("b", 9),
+        "import_request": lambda: pool.import_request("c", exported),
+    }
+    for _ in range(2):  # nothing is forgotten by being refused
+        with nothing_changes(pool), refuses(
+            ArgumentError, f"PagedPool.{call}", "k_pages of layer 7", f"row 4 of page {page}",
+            "token 20 of request 'a'",
+        ):  # fmt: skip
+            calls[call]()
+
+
+def test_a_step_that_runs_after_a_rollback_is_found(
+    make_serving: Any, draw_tokens: Any, run_step: Any, refuses: Any
+) -> None:
+    serving = make_serving(page_tokens=8)
+    pool = serving.pool
+    serving.open("a")
+    serving.step({"a": draw_tokens(20)})
+    plan = pool.plan_step({"a": 7})
+    page = pool.page_ids("a")[-1]
+    pool.rollback("a", rows=7)
+    run_step(pool.caches, plan, torch.tensor(draw_tokens(7, 1)))
+    with refuses(ArgumentError, "PagedPool.plan_step", "layer 3", f"row 0 of page {page}", "token 24 of request 'a'"):
+        pool.plan_step({"a": 7})
+
+
+@pytest.mark.parametrize("call", ["open", "fork"])
+@pytest.mark.parametrize("part", ["ring", "ring_positions"])
+def test_a_ring_that_is_written_while_it_is_free_is_found(
+    make_serving: Any, draw_tokens: Any, refuses: Any, nothing_changes: Any, call: str, part: str
+) -> None:
+    serving = make_serving()
+    pool = serving.pool
+    for name in "ab":
+        serving.open(name)
+    serving.step({"a": draw_tokens(20), "b": draw_tokens(3)})
+    ring_id = pool.ring_id("a")
+    pool.close("a")
+    getattr(pool.caches[0], part)[ring_id, 5] = 2
+    calls = {"open": lambda: pool.open("c"), "fork": lambda: pool.fork("b", "c")}
+    with nothing_changes(pool), refuses(
+        ArgumentError, f"PagedPool.{call}", "layer 3", f"place 5 of ring {ring_id}", "request 'a'"
+    ):  # fmt: skip
+        calls[call]()
+
+
+def test_memory_that_was_free_before_the_checks_were_on_is_not_looked_at(
+    make_serving: Any, draw_tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also pages into which an import was writing when it was stopped."""
+    monkeypatch.setenv("FLASHQSA_DEBUG", "0")
+    serving = make_serving(pages=12)
+    serving.open("a")
+    serving.step({"a": draw_tokens(60)})
+    exported = serving.pool.export_request("a")
+    serving.close("a")
+    for cache in serving.pool.caches:
+        cache.k_pages.fill_(1.0)
+        cache.ring_positions.fill_(1)
+    monkeypatch.setenv("FLASHQSA_DEBUG", "1")
+    serving.open("b")
+    serving.step({"b": draw_tokens(180)})
+    serving.close("b")
+
+    def stops(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(serving.pool._accounts), "add_fresh", stops)
+        with pytest.raises(KeyboardInterrupt):
+            serving.pool.import_request("c", exported)
+    serving.pool.import_request("d", exported)
+    serving.tokens["d"] = draw_tokens(60)
+    serving.step({"d": draw_tokens(100, 2)})
+    serving.check_caches("d")

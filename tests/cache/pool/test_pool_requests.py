@@ -217,7 +217,7 @@ def test_too_few_pages_for_an_import_change_nothing(pool: PagedPool, refuses: An
     ("call", "where", "parts"),
     [
         (lambda p: p.open("a"), "PagedPool.open", ("request", "'a'")),
-        (lambda p: p.open(["e"]), "PagedPool.open", ("hashable", "list")),
+        (lambda p: p.open(["e"]), "PagedPool.open", ("hashable", "['e']")),
         (lambda p: p.open("e", tokens=4), "PagedPool.open", ("prefix_of", "got 4")),
         (lambda p: p.open("e", prefix_of="z"), "PagedPool.open", ("prefix_of", "'z'")),
         (lambda p: p.open("e", prefix_of="a", tokens=19), "PagedPool.open", ("at most the 18", "got 19")),

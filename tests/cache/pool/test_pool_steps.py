@@ -43,6 +43,26 @@ def test_rollback_and_rewrite_three_times(make_serving: Any, draw_tokens: Any, o
     serving.check_caches("a")
 
 
+@pytest.mark.parametrize("back", range(1, 9))
+def test_fault_10_rollback_and_rewrite_three_times_to_every_offset(
+    make_serving: Any, draw_tokens: Any, back: int
+) -> None:
+    """From every place of the ring, every number of rows that the ring promises, three times with other tokens."""
+    serving = make_serving(speculative_rows=8, pages=60)
+    serving.open("a")
+    serving.step({"a": draw_tokens(24, 1)})
+    assert serving.pool.speculative_rows == 8
+    for place in range(12):
+        length = serving.pool.length("a")
+        assert length % 12 == place, "every place of the ring is the last one once"
+        for attempt in range(3):
+            serving.rollback("a", length - back)
+            serving.step({"a": draw_tokens(back, 1000 * place + attempt)})
+            serving.check_caches("a")
+        serving.step({"a": draw_tokens(1, place)})
+    serving.check_caches("a")
+
+
 @pytest.mark.parametrize("rows", range(8))
 def test_a_rollback_bit_by_bit_is_one_rollback(make_serving: Any, draw_tokens: Any, rows: int) -> None:
     serving = make_serving(speculative_rows=7)
@@ -113,7 +133,11 @@ def test_fork_in_an_open_block_and_both_go_on(make_serving: Any, draw_tokens: An
 
 @pytest.mark.slow
 def test_fork_at_4099_tokens(make_serving: Any, draw_tokens: Any) -> None:
-    """Both branches are independent and right, at a length that is no multiple of a block or a page."""
+    """Both branches are independent and right, at a length that is no multiple of a block or a page.
+
+    Every row of every step is compared bit for bit with its request alone; the branches go on in one step, too, one of
+    them rolls back behind the fork, and the other one outlives it.
+    """
     serving = make_serving(pages=600)
     serving.open("a")
     serving.step({"a": draw_tokens(4099)})
@@ -127,6 +151,13 @@ def test_fork_at_4099_tokens(make_serving: Any, draw_tokens: Any) -> None:
     assert serving.pool.page_ids("a")[:-1] == serving.pool.page_ids("b")[:256]
     for name in "ab":
         serving.check_caches(name)
+    serving.step({"a": draw_tokens(5, 3), "b": draw_tokens(1, 4)})
+    serving.rollback("a", 4096)
+    serving.step({"a": draw_tokens(6, 5)})
+    serving.check_caches("a")
+    serving.close("a")
+    serving.step({"b": draw_tokens(3, 6)})
+    serving.check_caches("b")
 
 
 FP8 = torch.float8_e4m3fn

@@ -89,7 +89,7 @@ class PoolAccounts:
         Raises:
             ArgumentError: No such request is open.
         """
-        account = self.accounts.get(request) if isinstance(request, Hashable) else None
+        account = self.accounts.get(request) if _is_name(request) else None
         if account is None:
             raise ArgumentError(
                 f"{where}: {name} must be open, got {request!r}. Open it first; it may have been closed."
@@ -100,11 +100,11 @@ class PoolAccounts:
         """Raise unless a name is free.
 
         Raises:
-            ArgumentError: It is taken, or cannot be a key.
+            ArgumentError: It is taken, or cannot be a key; or it is None, which means no request elsewhere.
         """
-        if not isinstance(request, Hashable):
+        if request is None or not _is_name(request):
             raise ArgumentError(
-                f"{where}: {name} must be hashable, got {type(request).__name__}. Name requests by numbers or strings."
+                f"{where}: {name} must be hashable and not None, got {request!r}. Name requests by numbers or strings."
             )
         if request in self.accounts:
             raise ArgumentError(
@@ -143,42 +143,46 @@ class PoolAccounts:
                 "Close, roll back or release something first, or make a larger pool."
             )
 
-    def columns(self, work: Iterable[tuple[Account, int]]) -> list[tuple[Account, int, int | None]]:
-        """Places of page lists that new rows need a page for: fresh ones, and shared ones that they would write to.
+    def pages_needed(self, work: Sequence[tuple[Account, int]]) -> int:
+        """Free pages that new rows take: fresh ones, and copies of shared ones that they would write to.
 
         Args:
-            work: Requests and how many rows each adds.
-
-        Returns:
-            (account, column, shared page to copy or None), in the order of `work`.
+            work: Requests and how many rows each adds, however many.
         """
-        columns: list[tuple[Account, int, int | None]] = []
+        fresh = sum(self._fresh_pages(account, rows) for account, rows in work)
+        return fresh + sum(len(shared) for shared in self._shared_columns(work))
+
+    def _fresh_pages(self, account: Account, rows: int) -> int:
+        return max(self.pages_of(account.length + rows) - len(account.page_ids), 0) if rows else 0
+
+    def _shared_columns(self, work: Iterable[tuple[Account, int]]) -> list[list[int]]:
+        """For each request, places of its page list whose page is shared and would be written to."""
         left: dict[int, int] = {}  # pages that this very step stops sharing
+        columns: list[list[int]] = []
         for account, rows in work:
-            if not rows:
-                continue
-            for column in range(account.length // self.page_tokens, self.pages_of(account.length + rows)):
-                if column >= len(account.page_ids):
-                    columns.append((account, column, None))
-                    continue
+            end = min(self.pages_of(account.length + rows), len(account.page_ids)) if rows else 0
+            columns.append([])
+            for column in range(account.length // self.page_tokens, end):
                 page = account.page_ids[column]
                 if self.holders[page] - left.get(page, 0) > 1:
                     left[page] = left.get(page, 0) + 1
-                    columns.append((account, column, page))
+                    columns[-1].append(column)
         return columns
 
-    def choose(self, where: str, work: Iterable[tuple[Account, int]]) -> list[Taken]:
-        """Pages for new rows. Nothing changes until `take`.
+    def choose(self, where: str, work: Sequence[tuple[Account, int]]) -> list[Taken]:
+        """Pages for new rows, in the order of `work`. Nothing changes until `take`.
 
         Raises:
             PoolFullError: There are too few.
         """
-        columns = self.columns(work)
-        self.expect_pages(where, len(columns))
-        return [
-            Taken(account, column, source, page)
-            for (account, column, source), page in zip(columns, reversed(self.free_page_ids), strict=False)
-        ]
+        self.expect_pages(where, self.pages_needed(work))
+        free, chosen = reversed(self.free_page_ids), []
+        for (account, rows), shared in zip(work, self._shared_columns(work), strict=True):
+            chosen += [Taken(account, column, account.page_ids[column], next(free)) for column in shared]
+            first = len(account.page_ids)
+            fresh = range(first, first + self._fresh_pages(account, rows))
+            chosen += [Taken(account, column, None, next(free)) for column in fresh]
+        return chosen
 
     def take(self, chosen: Sequence[Taken]) -> None:
         """Give chosen pages to their requests."""
@@ -273,3 +277,12 @@ class PoolAccounts:
             assert account.length - account.ring_start <= self.ring_tokens, f"{name!r}: more than the ring holds"
             assert self.ring_holds(account, account.length), f"{name!r}: the open block is not in the ring"
             assert len(account.page_ids) >= self.pages_of(account.length), f"{name!r}: pages are missing"
+
+
+def _is_name(request: object) -> bool:
+    """Whether something can be a key: a tuple that holds a list says only when it is hashed that it cannot."""
+    try:
+        hash(request)
+    except TypeError:
+        return False
+    return True

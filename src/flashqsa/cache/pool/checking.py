@@ -1,24 +1,108 @@
-"""What ``FLASHQSA_DEBUG=1`` looks at: rows that were planned but never written, and plans that are not the pool's."""
+"""What ``FLASHQSA_DEBUG=1`` looks at: rows never written, free memory that was, and plans that are not the pool's."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from flashqsa.cache.pool.accounts import Account, PoolAccounts
-from flashqsa.cache.pool.memory import FP8_NAN, PoolMemory
-from flashqsa.checks import FP8
+from flashqsa.cache.pool.memory import FP8_NAN, NO_POSITION, PoolMemory
+from flashqsa.checks import FP8, expect_type
 from flashqsa.errors import ArgumentError
 
 if TYPE_CHECKING:
     from flashqsa.plan import StepPlan
 
+Left = tuple[Hashable, int]
+"""Who had a page last, and which of its tokens came first there."""
+
 
 def debugging() -> bool:
     """Whether freed memory is poisoned and values are read back."""
     return os.environ.get("FLASHQSA_DEBUG") == "1"
+
+
+class FreeMemory:
+    """Free pages and rings that were filled with NaN: until they are taken again, nobody may write them.
+
+    Args:
+        memory: The tensors.
+    """
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self._memory = memory
+        self._pages: dict[int, Left | None] = {}
+        self._rings: dict[int, Hashable] = {}
+
+    def poison(self, page_ids: Iterable[int], ring_ids: Iterable[int], account: Account | None, had: Sequence[int],
+               page_tokens: int) -> None:  # fmt: skip
+        """Fill pages and rings that became free.
+
+        Args:
+            page_ids: The pages.
+            ring_ids: The rings.
+            account: Who had them, or None.
+            had: The pages of `account` before, in order.
+            page_tokens: Tokens of a page.
+        """
+        columns = {page: column for column, page in enumerate(had)}
+        for page in page_ids:
+            self._memory.poison_rows(page)
+            self._pages[page] = None if account is None else (account.request, columns[page] * page_tokens)
+        for ring_id in ring_ids:
+            self._memory.poison_ring(ring_id)
+            self._rings[ring_id] = None if account is None else account.request
+
+    def take(self, where: str, page_ids: Sequence[int], ring_ids: Sequence[int]) -> None:
+        """Before free pages and rings are written. With ``FLASHQSA_DEBUG=1`` waits for the device.
+
+        Raises:
+            ArgumentError: Somebody wrote there while they were free.
+        """
+        page_ids = [page for page in page_ids if page in self._pages]
+        ring_ids = [ring_id for ring_id in ring_ids if ring_id in self._rings]
+        if debugging():
+            for page in page_ids:
+                self._check_page(where, page)
+            for ring_id in ring_ids:
+                self._check_ring(where, ring_id)
+        for page in page_ids:
+            del self._pages[page]
+        for ring_id in ring_ids:
+            del self._rings[ring_id]
+
+    def _check_page(self, where: str, page: int) -> None:
+        memory, left = self._memory, self._pages[page]
+        for name, tensor, tokens in (
+            ("k_pages", memory.k, 1),
+            ("v_pages", memory.v, 1),
+            ("block_keys", memory.block_keys, memory.layout.block_tokens),
+        ):
+            written = ~_is_nan(tensor[:, page]).flatten(2).all(dim=2)
+            if bool(written.any()):
+                layer, row = (int(i) for i in written.nonzero()[0])
+                owner = "" if left is None else f", once token {left[1] + row * tokens} of request {left[0]!r}"
+                raise ArgumentError(
+                    f"{where}: free pages must not be written, got values in {name} of layer "
+                    f"{memory.caches[layer].layer_id} in row {row} of page {page}{owner}. A step ran after its request "
+                    "was closed or rolled back; check_plan before a step finds it."
+                )
+
+    def _check_ring(self, where: str, ring_id: int) -> None:
+        positions = (self._memory.ring_positions[:, ring_id] != NO_POSITION).any(dim=2)
+        written = positions | ~_is_nan(self._memory.ring[:, ring_id]).all(dim=2)
+        if bool(written.any()):
+            layer, place = (int(i) for i in written.nonzero()[0])
+            owner = self._rings[ring_id]
+            was = "" if owner is None else f", once that of request {owner!r}"
+            raise ArgumentError(
+                f"{where}: free rings must not be written, got values in layer {self._memory.caches[layer].layer_id} "
+                f"at place {place} of ring {ring_id}{was}. A step ran after its request was closed; check_plan before "
+                "a step finds it."
+            )
 
 
 def check_written(where: str, account: Account, accounts: PoolAccounts, memory: PoolMemory) -> None:
@@ -58,6 +142,9 @@ def check_plan(where: str, plan: StepPlan, accounts: PoolAccounts) -> None:
     Raises:
         ArgumentError: It is not.
     """
+    from flashqsa.plan import StepPlan  # at call time: the planner itself imports the cache layout
+
+    expect_type(where, "plan", plan, StepPlan, hint="PagedPool.plan_step makes one.")
     if plan.page_table is None or plan.ring_ids is None:
         raise ArgumentError(f"{where}: plan must have a page table and rings, got one without. Pass a plan of a pool.")
     lens, rings, table = plan.seq_lens.tolist(), plan.ring_ids.tolist(), plan.page_table

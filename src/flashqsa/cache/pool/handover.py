@@ -1,137 +1,28 @@
-"""`ExportedRequest`: one request as contiguous tensors, without pages and rings, and as a file."""
+"""One request as contiguous tensors, without pages and rings: copied out, checked, written to another pool."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from flashqsa.cache.pool.accounts import Account, PoolAccounts
+from flashqsa.cache.pool.exported import NUMBERS, ExportedRequest
 from flashqsa.cache.pool.memory import PoolMemory, raw
-from flashqsa.checks import expect, expect_int, expect_type, import_safetensors
-from flashqsa.config import QSAConfig
-from flashqsa.errors import ArgumentError, UnsupportedError
+from flashqsa.checks import expect, expect_int, expect_type
+from flashqsa.errors import ArgumentError, DeviceError
 
-FORMAT, VERSION = "flashqsa.request", 1
 SCALES = ("k_scale", "v_scale")
-NUMBERS = ("length", "ring_start", "block_tokens")
 
 
-@dataclass(frozen=True)
-class ExportedRequest:
-    """One request: its tokens in order, in every layer.
-
-    Attributes:
-        length: Tokens.
-        ring_start: The raw index keys of tokens [ring_start, length) are here; at least those of the open block.
-        block_tokens: Tokens of a block.
-        layer_ids: The layers.
-        model: What the exporting pool was told about the model, or None.
-        tensors: For each layer ``layer.3.k`` and ``...v`` [length, Hkv, D], ``...block_keys`` [length // r, Di],
-            ``...raw_index_keys`` [length - ring_start, Di], ``...ring_positions`` [length - ring_start, 3] int64; with
-            scales also ``...k_scale`` and ``...v_scale`` [1] fp32.
-    """
-
-    length: int
-    ring_start: int
-    block_tokens: int
-    layer_ids: tuple[int, ...]
-    model: Any
-    tensors: Mapping[str, torch.Tensor]
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, under another name until it is whole.
-
-        Its metadata has ``format`` = ``flashqsa.request``, ``version`` = ``1`` and ``request``, a JSON object with the
-        attributes other than the tensors.
-
-        Args:
-            path: File to write.
-
-        Raises:
-            UnsupportedError: safetensors is not installed.
-        """
-        _, torch_files = import_safetensors("ExportedRequest.save")
-        about = {name: getattr(self, name) for name in NUMBERS}
-        about |= {"layer_ids": list(self.layer_ids), "model": self.model}
-        metadata = {"format": FORMAT, "version": str(VERSION), "request": json.dumps(about)}
-        target = Path(path)
-        unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
-        try:
-            torch_files.save_file({name: x.contiguous() for name, x in self.tensors.items()}, unfinished, metadata)
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> ExportedRequest:
-        """Read what `save` wrote.
-
-        Args:
-            path: File to read.
-            device: Where to put the tensors.
-
-        Raises:
-            ArgumentError: The file cannot be read, is no exported request, or is damaged.
-            UnsupportedError: safetensors is not installed, or the file is of another version.
-        """
-        where = "ExportedRequest.load"
-        safetensors, _ = import_safetensors(where)
-        try:
-            with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
-                about = _about(where, path, file.metadata() or {})
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a method of the file
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ArgumentError(
-                f"{where}: path must be a whole exported request, got {path}: {error}. Pass what save wrote."
-            ) from error
-        return cls(
-            about["length"], about["ring_start"], about["block_tokens"], tuple(about["layer_ids"]), about["model"],
-            tensors,
-        )  # fmt: skip
-
-
-def _about(where: str, path: Any, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON object of a file, with all that it must hold."""
-    if metadata.get("format") != FORMAT:
-        raise ArgumentError(
-            f"{where}: path must be an exported request, got {path} of format {metadata.get('format')!r}. "
-            "Pass what save wrote."
-        )
-    if metadata.get("version") != str(VERSION):
-        raise UnsupportedError(
-            f"{where}: path must be of version {VERSION}, got {path} of version {metadata.get('version')!r}. "
-            "Read it with the release that wrote it."
-        )
-    try:
-        about = json.loads(metadata["request"])
-    except (KeyError, json.JSONDecodeError):
-        about = None
-    needed = {*NUMBERS, "layer_ids", "model"}
-    if not isinstance(about, dict) or not needed <= about.keys() or not isinstance(about["layer_ids"], list):
-        raise ArgumentError(f"{where}: path must describe its request, got {path} without. Export the request again.")
-    return about
-
-
-def model_of(config: QSAConfig) -> dict[str, Any]:
-    """What a checkpoint's constants say about the content of caches: how keys are rotated and normed."""
-    about = {"rope_parameters": dict(config.rope_parameters), "rotary_dim": config.rotary_dim,
-             "mrope_section": config.mrope_section, "norm_eps": config.norm_eps}  # fmt: skip
-    plain: dict[str, Any] = json.loads(json.dumps(about, default=str))
-    return plain
-
-
+@torch.no_grad()
 def export(account: Account, memory: PoolMemory, accounts: PoolAccounts, *, model: Any) -> ExportedRequest:
     """Copy a request out of its pages and its ring."""
     length, r = account.length, accounts.block_tokens
     device = memory.k.device
     pages = torch.tensor(account.page_ids[: accounts.pages_of(length)], dtype=torch.int64, device=device)
-    places = (torch.arange(account.ring_start, length) % accounts.ring_tokens).to(device)
+    places = torch.arange(account.ring_start, length, device=device) % accounts.ring_tokens
     tensors: dict[str, torch.Tensor] = {}
     for cache in memory.caches:
         assert cache.block_keys is not None
@@ -168,6 +59,8 @@ def check(where: str, exported: ExportedRequest, memory: PoolMemory, *, layer_id
     hint = "The export is damaged; export the request again."
     for name in NUMBERS:
         expect_int(where, f"exported.{name}", getattr(exported, name), hint=hint)
+    expect_type(where, "exported.layer_ids", exported.layer_ids, Sequence, hint=hint)
+    expect_type(where, "exported.tensors", exported.tensors, Mapping, hint=hint)
     layout, length, ring_start = memory.layout, exported.length, exported.ring_start
     for name, here, there in (
         ("block_tokens", layout.block_tokens, exported.block_tokens),
@@ -207,7 +100,7 @@ def check(where: str, exported: ExportedRequest, memory: PoolMemory, *, layer_id
                 "Export a request whose steps have run."
             )
         known |= {f"layer.{cache.layer_id}.{name}" for name in (*specs, *_check_scales(where, exported, cache, hint))}
-    unknown = sorted(set(exported.tensors) - known)
+    unknown = sorted(map(str, set(exported.tensors) - known))
     if unknown:
         raise ArgumentError(f"{where}: exported.tensors must be those of this pool, got also {unknown}. {hint}")
 
@@ -215,7 +108,10 @@ def check(where: str, exported: ExportedRequest, memory: PoolMemory, *, layer_id
 def _expect_tensor(where: str, exported: ExportedRequest, name: str, hint: str) -> torch.Tensor:
     if name not in exported.tensors:
         raise ArgumentError(f"{where}: exported.tensors must hold {name}, got an export without. {hint}")
-    return exported.tensors[name]
+    tensor = exported.tensors[name]
+    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+        raise DeviceError(f"{where}: {name} must have values, got a tensor on meta. Load the export on a device.")
+    return tensor
 
 
 def _check_scales(where: str, exported: ExportedRequest, cache: Any, hint: str) -> list[str]:
@@ -236,6 +132,7 @@ def _check_scales(where: str, exported: ExportedRequest, cache: Any, hint: str) 
     return present
 
 
+@torch.no_grad()
 def write(
     exported: ExportedRequest, memory: PoolMemory, page_ids: Sequence[int], ring_id: int, ring_start: int
 ) -> None:
@@ -250,8 +147,8 @@ def write(
     """
     device = memory.k.device
     pages = torch.tensor(page_ids, dtype=torch.int64, device=device)
-    places = (torch.arange(ring_start, exported.length) % memory.layout.ring_tokens).to(device)
-    skipped = ring_start - exported.ring_start
+    places = torch.arange(ring_start, int(exported.length), device=device) % memory.layout.ring_tokens
+    skipped = ring_start - int(exported.ring_start)
     for cache in memory.caches:
         assert cache.block_keys is not None
         assert cache.ring is not None

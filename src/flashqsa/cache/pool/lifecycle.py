@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from numbers import Integral
 
 from flashqsa.cache.pool import checking
 from flashqsa.cache.pool.accounts import Account, PoolAccounts, Prefix
@@ -23,6 +24,7 @@ class PoolLifecycle:
 
     def __init__(self, memory: PoolMemory, accounts: PoolAccounts, *, poison: bool) -> None:
         self._memory, self._accounts, self._poison_free = memory, accounts, poison
+        self._free_memory = checking.FreeMemory(memory)
         self._freed(range(len(accounts.holders)), accounts.free_ring_ids)
 
     @property
@@ -128,7 +130,7 @@ class PoolLifecycle:
             ArgumentError: It is not open.
         """
         account = self._accounts.account("PagedPool.close", request)
-        self._freed(self._accounts.remove(account), [account.ring_id])
+        self._freed(self._accounts.remove(account), [account.ring_id], account, account.page_ids)
 
     def hold_prefix(self, request: Hashable, tokens: int | None = None) -> Prefix:
         """Keep the first tokens of a request in the pool after it is closed, for later requests with that prefix.
@@ -183,12 +185,12 @@ class PoolLifecycle:
             both = "neither" if length is None else "both"
             raise ArgumentError(f"{where}: exactly one of length and rows must be given, got {both}. Give one of them.")
         name, number = ("length", length) if rows is None else ("rows", rows)
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= account.length:
+        if not isinstance(number, Integral) or isinstance(number, bool) or not 0 <= number <= account.length:
             raise ArgumentError(
                 f"{where}: {name} must be in [0, {account.length}] for request {request!r}, got {number!r}. "
                 "A request only becomes shorter."
             )
-        target = number if rows is None else account.length - number
+        target = int(number) if rows is None else account.length - int(number)
         if not accounts.ring_holds(account, target):
             r, began = accounts.block_tokens, accounts.block_start(target)
             least = -(-account.ring_start // r) * r
@@ -197,11 +199,11 @@ class PoolLifecycle:
                 f"The ring holds raw index keys from token {account.ring_start} on only; roll back to {began} and run "
                 "the tokens after it again."
             )
-        was = account.length
+        was, had = account.length, account.page_ids[:]
         freed = accounts.cut(account, target)
         if self._poisons():
             self._poison_cut(account, was)
-        self._freed(freed, [])
+        self._freed(freed, [], account, had)
 
     def _add(self, where: str, request: Hashable, source: Account | Prefix | None, length: int) -> int:
         """Open a request with the first tokens of a source."""
@@ -213,6 +215,7 @@ class PoolLifecycle:
         if isinstance(source, Account):
             self._expect_written(where, source)
             checked = min(source.checked, length)
+        self._free_memory.take(where, [], [ring_id])
         if isinstance(source, Account) and accounts.ring_holds(source, length):
             ring_start = min(source.ring_start, length)
             self._memory.copy_ring(source.ring_id, ring_id)
@@ -231,21 +234,22 @@ class PoolLifecycle:
         if checking.debugging():
             checking.check_written(where, account, self._accounts, self._memory)
 
-    def _freed(self, page_ids: Sequence[int], ring_ids: Sequence[int]) -> None:
-        """After every change: poison what became free, and check the accounts."""
+    def _freed(
+        self, page_ids: Sequence[int], ring_ids: Sequence[int], account: Account | None = None, had: Sequence[int] = ()
+    ) -> None:
+        """After every change: poison what became free, with the pages that its owner had, and check the accounts."""
         if self._poisons():
-            self._poison(page_ids, ring_ids)
+            self._poison(page_ids, ring_ids, account, had)
         if checking.debugging():
             self._accounts.check()
 
     def _poisons(self) -> bool:
         return self._poison_free or checking.debugging()
 
-    def _poison(self, page_ids: Sequence[int], ring_ids: Sequence[int]) -> None:
-        for page in page_ids:
-            self._memory.poison_rows(page)
-        for ring_id in ring_ids:
-            self._memory.poison_ring(ring_id)
+    def _poison(
+        self, page_ids: Sequence[int], ring_ids: Sequence[int], account: Account | None = None, had: Sequence[int] = ()
+    ) -> None:
+        self._free_memory.poison(page_ids, ring_ids, account, had, self._accounts.page_tokens)
 
     def _poison_cut(self, account: Account, was: int) -> None:
         """Poison the rows that a rollback took back, where nobody else reads them."""
@@ -263,4 +267,4 @@ def _tokens(where: str, tokens: int | None, has: int) -> int:
     expect_int(where, "tokens", tokens)
     if tokens > has:
         raise ArgumentError(f"{where}: tokens must be at most the {has} that are there, got {tokens}. Ask for fewer.")
-    return tokens
+    return int(tokens)

@@ -75,12 +75,18 @@ class PoolMemory:
             return torch.zeros(layers, count, *shape, dtype=dtype, device=device)
 
         kv = (layout.page_tokens, layout.kv_heads, layout.head_dim)
-        self.k = zeros(num_pages, *kv, dtype=layout.kv_dtype)
-        self.v = zeros(num_pages, *kv, dtype=layout.kv_dtype)
-        self.block_keys = zeros(num_pages, layout.page_blocks, layout.index_head_dim, dtype=layout.index_dtype)
-        self.ring = zeros(num_rings, layout.ring_tokens, layout.index_head_dim, dtype=layout.ring_dtype)
-        self.ring_positions = zeros(num_rings, layout.ring_tokens, 3, dtype=torch.int64).fill_(NO_POSITION)
-        self.caches = tuple(
+        with torch.inference_mode(mode=False):  # what is made in that mode cannot be written outside it
+            self.k = zeros(num_pages, *kv, dtype=layout.kv_dtype)
+            self.v = zeros(num_pages, *kv, dtype=layout.kv_dtype)
+            self.block_keys = zeros(num_pages, layout.page_blocks, layout.index_head_dim, dtype=layout.index_dtype)
+            self.ring = zeros(num_rings, layout.ring_tokens, layout.index_head_dim, dtype=layout.ring_dtype)
+            self.ring_positions = zeros(num_rings, layout.ring_tokens, 3, dtype=torch.int64).fill_(NO_POSITION)
+            self.caches = self._layers(layer_ids, k_scales, v_scales)
+
+    def _layers(
+        self, layer_ids: Sequence[int], k_scales: Sequence[Scale], v_scales: Sequence[Scale]
+    ) -> tuple[LayerCache, ...]:
+        return tuple(
             LayerCache(
                 self.k[i], self.v[i], self.block_keys[i], self.ring[i], self.ring_positions[i],
                 k_scale=k_scales[i], v_scale=v_scales[i], layer_id=layer_id,
@@ -109,16 +115,19 @@ class PoolMemory:
                 listed.append(PoolTensor(f"layer.{cache.layer_id}.{name}", tensor, row_tokens, shareable))
         return listed
 
+    @torch.no_grad()
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every layer. Plain numbers and views: nothing is uploaded."""
         for tensor in self.paged:
             tensor[:, target].copy_(tensor[:, source])
 
+    @torch.no_grad()
     def copy_ring(self, source: int, target: int) -> None:
         """Copy a ring in every layer."""
         for tensor in (self.ring, self.ring_positions):
             tensor[:, target].copy_(tensor[:, source])
 
+    @torch.no_grad()
     def forget_ring(self, ring_id: int) -> None:
         """Mark every place of a ring as empty, so that preparation refuses to read it."""
         self.ring_positions[:, ring_id].fill_(NO_POSITION)
@@ -142,6 +151,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
+@torch.no_grad()
 def _poison(tensor: torch.Tensor) -> None:
     raw(tensor).fill_(FP8_NAN if tensor.dtype == FP8 else float("nan"))
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashqsa.cache.layout import CacheLayout
 from flashqsa.cache.pool import checking, handover
-from flashqsa.cache.pool.accounts import Account, PoolAccounts
+from flashqsa.cache.pool.accounts import Account, PoolAccounts, Taken
+from flashqsa.cache.pool.exported import device_of, model_of, plain_model
 from flashqsa.cache.pool.lifecycle import PoolLifecycle
 from flashqsa.cache.pool.listing import summary_text
 from flashqsa.cache.pool.memory import PoolMemory, PoolTensor, Scale, scales_of_layers
@@ -21,7 +22,7 @@ from flashqsa.config import QSAConfig
 from flashqsa.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from flashqsa.cache.pool.handover import ExportedRequest
+    from flashqsa.cache.pool.exported import ExportedRequest
     from flashqsa.plan import StepPlan
 
 
@@ -46,8 +47,8 @@ class PagedPool(PoolLifecycle):
         layer_ids: The model's QSA layers.
         k_scale: What stored float8 keys are multiplied by, one for all layers or one a layer; as in `LayerCache`.
         v_scale: The same for values.
-        model: What decides the content of caches besides their shapes, or None. A request is imported only from a pool
-            with the same; any JSON value.
+        model: What decides the content of caches besides their shapes, any JSON value. A request is imported only from
+            a pool with the same; None, in either pool, compares nothing.
         poison: Fill free memory with NaN, as ``FLASHQSA_DEBUG=1`` does, but without its checks, which wait for the
             device.
         device: Where the caches live, the CPU by default.
@@ -60,6 +61,7 @@ class PagedPool(PoolLifecycle):
 
     Raises:
         ArgumentError: A number breaks a rule.
+        DeviceError: There is no such device.
         torch.OutOfMemoryError: The device has not enough memory (RuntimeError on the CPU).
     """
 
@@ -81,9 +83,12 @@ class PagedPool(PoolLifecycle):
         expect_type(where, "layout", layout, CacheLayout, hint="CacheLayout.from_config makes one.")
         for name, value in (("topk_blocks", topk_blocks), ("num_pages", num_pages), ("num_rings", num_rings)):
             expect_int(where, name, value, least=1)
-        self.layout, self.layer_ids, self.model = layout, tuple(layer_ids), model
-        for layer_id in self.layer_ids:
+        expect_type(where, "layer_ids", layer_ids, Iterable, hint="Pass a list of layer numbers.")
+        layer_ids = tuple(layer_ids)
+        for layer_id in layer_ids:
             expect_int(where, "layer_ids", layer_id)
+        self.layout, self.layer_ids = layout, tuple(int(layer_id) for layer_id in layer_ids)
+        self.model = plain_model(where, model)
         if not self.layer_ids or len(set(self.layer_ids)) != len(self.layer_ids):
             raise ArgumentError(
                 f"{where}: layer_ids must be at least one layer, each once, got {list(self.layer_ids)}. "
@@ -91,7 +96,8 @@ class PagedPool(PoolLifecycle):
             )
         layers = len(self.layer_ids)
         memory = PoolMemory(
-            layout, layer_ids=self.layer_ids, num_pages=num_pages, num_rings=num_rings, device=torch.device(device),
+            layout, layer_ids=self.layer_ids, num_pages=num_pages, num_rings=num_rings,
+            device=device_of(where, device),
             k_scales=scales_of_layers(where, "k_scale", k_scale, layers),
             v_scales=scales_of_layers(where, "v_scale", v_scale, layers),
         )  # fmt: skip
@@ -100,8 +106,8 @@ class PagedPool(PoolLifecycle):
             ring_tokens=layout.ring_tokens,
         )  # fmt: skip
         self.caches = memory.caches
-        self._numbers = StepNumbers(layout.page_tokens, layout.block_tokens, layout.ring_tokens, topk_blocks, num_pages,
-                                    self.caches[0].device)  # fmt: skip
+        self._numbers = StepNumbers(layout.page_tokens, layout.block_tokens, layout.ring_tokens, int(topk_blocks),
+                                    int(num_pages), self.caches[0].device)  # fmt: skip
         self.speculative_rows = layout.ring_tokens - layout.block_tokens
         super().__init__(memory, accounts, poison=poison)
 
@@ -151,7 +157,7 @@ class PagedPool(PoolLifecycle):
         return cls(
             layout, topk_blocks=config.topk_blocks, num_pages=num_pages, num_rings=num_rings,
             layer_ids=config.qsa_layer_ids if layer_ids is None else layer_ids, k_scale=k_scale, v_scale=v_scale,
-            model=handover.model_of(config), poison=poison, device=device,
+            model=model_of(config), poison=poison, device=device,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -177,7 +183,7 @@ class PagedPool(PoolLifecycle):
         Raises:
             ArgumentError: A request is not open, or a count is none.
         """
-        return len(self._accounts.columns(self._work("PagedPool.pages_needed", rows)))
+        return self._accounts.pages_needed(self._work("PagedPool.pages_needed", rows))
 
     def extend(self, request: Hashable, rows: int) -> None:
         """Reserve pages for the next rows of a request, and copy those of them that are shared. No length changes.
@@ -193,8 +199,11 @@ class PagedPool(PoolLifecycle):
             PoolFullError: There are too few free pages.
         """
         where = "PagedPool.extend"
+        self._accounts.account(where, request)  # before it is a key
         work = self._work(where, {request: rows})
-        self._take(self._accounts.choose(where, work))
+        chosen = self._accounts.choose(where, work)
+        self._expect_unwritten(where, chosen)
+        self._take(chosen)
         self._freed([], [])
 
     def plan_step(
@@ -220,7 +229,8 @@ class PagedPool(PoolLifecycle):
             table_pages: Columns of the page table; as many as the longest request needs by default.
             max_query_len: Bound on the rows of a request; the exact one by default.
             max_seq_len: Bound on lengths; the exact one by default.
-            out: A plan that this pool made, to refill in place. It fixes shapes and bounds.
+            out: A plan that this pool made, to refill in place. It fixes shapes and bounds. When memory runs out
+                meanwhile it may be half filled: refill it again before it runs.
 
         Returns:
             The plan, `out` itself when given.
@@ -248,6 +258,7 @@ class PagedPool(PoolLifecycle):
         shape = shape_of(where, planned, sizes, out)
         for account, _ in work:
             self._expect_written(where, account)
+        self._expect_unwritten(where, chosen)
         plan = fill_plan(planned, shape, self._numbers, out)
         self._take(chosen)
         for account, count in work:
@@ -292,14 +303,16 @@ class PagedPool(PoolLifecycle):
         accounts.expect_new(where, request)
         handover.check(where, exported, self._memory, layer_ids=self.layer_ids, model=self.model)
         accounts.expect_ring(where)
-        accounts.expect_pages(where, accounts.pages_of(exported.length))
-        pages, ring_id = accounts.next_pages(accounts.pages_of(exported.length)), accounts.free_ring_ids[-1]
-        ring_start = max(exported.ring_start, exported.length - accounts.ring_tokens)
+        length = int(exported.length)
+        accounts.expect_pages(where, accounts.pages_of(length))
+        pages, ring_id = accounts.next_pages(accounts.pages_of(length)), accounts.free_ring_ids[-1]
+        ring_start = max(int(exported.ring_start), length - accounts.ring_tokens)
+        self._free_memory.take(where, pages, [ring_id])
         self._memory.forget_ring(ring_id)
         handover.write(exported, self._memory, pages, ring_id, ring_start)
-        accounts.add_fresh(request, exported.length, ring_start)
+        accounts.add_fresh(request, length, ring_start)
         self._freed([], [])
-        return exported.length
+        return length
 
     def check_plan(self, plan: StepPlan) -> None:
         """Raise unless a plan's pages, rings and lengths are those of its requests now. Waits for the device.
@@ -334,9 +347,12 @@ class PagedPool(PoolLifecycle):
         expect_type(where, "rows", rows, Mapping, hint="Pass {request: number of new rows}.")
         for request, count in rows.items():
             expect_int(where, f"rows[{request!r}]", count)
-        return [(self._accounts.account(where, request), count) for request, count in rows.items()]
+        return [(self._accounts.account(where, request), int(count)) for request, count in rows.items()]
 
-    def _take(self, chosen: Sequence[Any]) -> None:
+    def _expect_unwritten(self, where: str, chosen: Sequence[Taken]) -> None:
+        self._free_memory.take(where, [taken.page_id for taken in chosen], [])
+
+    def _take(self, chosen: Sequence[Taken]) -> None:
         """Give pages to their requests, the shared ones copied first."""
         for taken in chosen:
             if taken.source is not None:

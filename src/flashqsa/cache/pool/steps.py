@@ -113,7 +113,7 @@ def shape_of(
                     f"{where}: {'' if out is None else 'out.'}{name} must be at least the {least} of this step, got "
                     f"{value}. Make the plan as large as the largest step, or plan fewer requests or rows."
                 )
-        chosen[name] = least if value is None else value
+        chosen[name] = least if value is None else int(value)
     return StepShape(**chosen)
 
 
@@ -183,7 +183,8 @@ def _upload(
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] + -(-size // ALIGNED) * ALIGNED)
-    host = torch.full((ends[-1],), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    cpu = torch.device("cpu")  # whatever torch's default device is
+    host = torch.full((ends[-1],), -1, dtype=torch.int32, device=cpu, pin_memory=device.type == "cuda")
 
     def parts(buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         starts, lens, rings, table = (
@@ -193,9 +194,9 @@ def _upload(
 
     starts, lens, rings, table = parts(host)
     padding = [0] * (num_requests - len(planned))
-    starts.copy_(torch.tensor([0, *(request.rows for request in planned), *padding]).cumsum(0))
-    lens.copy_(torch.tensor([*(request.seq_len for request in planned), *padding]))
-    rings[: len(planned)] = torch.tensor([request.ring_id for request in planned])
+    starts.copy_(torch.tensor([0, *(request.rows for request in planned), *padding], device=cpu).cumsum(0))
+    lens.copy_(torch.tensor([*(request.seq_len for request in planned), *padding], device=cpu))
+    rings[: len(planned)] = torch.tensor([request.ring_id for request in planned], device=cpu)
     for row, request in enumerate(planned):
         if request.page_ids:
             table[row, : len(request.page_ids)] = torch.frombuffer(request.page_ids, dtype=torch.int32)
