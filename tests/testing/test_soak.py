@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from flashqsa import CacheLayout, PagedPool, Selection, StepPlan
+from flashqsa.cache.pool import handover
+from flashqsa.cache.pool.accounts import PoolAccounts
 from flashqsa.cache.pool.memory import PoolMemory
 from flashqsa.errors import ArgumentError, FlashQSAError
 from flashqsa.testing import soak
@@ -29,7 +31,7 @@ def test_soak_of_300_steps(seed: int) -> None:
     report = soak(STEPS, seed=seed, stages="torch")
     assert report.steps == STEPS == sum(report.actions.values())
     assert report.rows > 20 * STEPS
-    assert len(ACTIONS & set(report.actions)) >= 10, report.actions
+    assert set(report.actions) >= ACTIONS
 
 
 @pytest.mark.slow
@@ -106,21 +108,47 @@ def test_soak_sees_a_stage_that_is_wrong(fault: Callable[..., Any]) -> None:
         soak(40, seed=2, stages=wrong, max_tokens=300)
 
 
-@pytest.mark.parametrize("fault", ["ring of a fork", "page on write", "block keys on write", "rollback in the ring"])
+POOL_FAULTS = ["ring of a fork", "page on write", "block keys on write", "rollback in the ring", "ring of an import",
+               "pages of an import", "page freed too soon"]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", POOL_FAULTS)
 def test_soak_sees_a_pool_that_is_wrong(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """A fork without its ring; copies on write that never happen, or without block keys; a ring without drafts."""
+    """A fork without its ring; copies on write that never happen, or without block keys; a ring without drafts; an
+    import without a ring, or whose last page is not written; a shared page that is free when one holder closes."""
     if fault == "ring of a fork":
         monkeypatch.setattr(PoolMemory, "copy_ring", lambda *_: None)
     elif fault == "page on write":
         monkeypatch.setattr(PoolMemory, "copy_page", lambda *_: None)
     elif fault == "block keys on write":
         monkeypatch.setattr(PoolMemory, "paged", property(lambda memory: (memory.k, memory.v)))
+    elif fault == "ring of an import":
+        monkeypatch.setattr("flashqsa.cache.pool.handover.write", _import_without_ring)
+    elif fault == "pages of an import":
+        monkeypatch.setattr("flashqsa.cache.pool.handover._write_rows", lambda target, pages, rows: None)
+    elif fault == "page freed too soon":
+        monkeypatch.setattr(PoolAccounts, "drop", _drop_for_all)
     else:
         small = CacheLayout.from_config
         monkeypatch.setattr(CacheLayout, "from_config", lambda *a, **k: small(*a, **k | {"speculative_rows": 0}))
         monkeypatch.setattr(PagedPool, "rollback", _rollback_blindly)
     with pytest.raises((AssertionError, FlashQSAError)):
         soak(80, seed=5, stages="torch", max_tokens=120)
+
+
+def _import_without_ring(exported: Any, memory: PoolMemory, page_ids: Any, ring_id: int, ring_start: int) -> None:
+    """As if an export were pages alone."""
+    for cache in memory.caches:
+        for name, pages in (("k", cache.k_pages), ("v", cache.v_pages), ("block_keys", cache.block_keys)):
+            handover._write_rows(pages, torch.tensor(page_ids), exported.tensors[f"layer.{cache.layer_id}.{name}"])
+
+
+def _drop_for_all(accounts: PoolAccounts, page_ids: Any) -> list[int]:
+    freed = list(page_ids)
+    for page in freed:
+        accounts.holders[page] = 0
+    accounts.free_page_ids += [page for page in freed if page not in accounts.free_page_ids]
+    return freed
 
 
 def _rollback_blindly(pool: PagedPool, request: Any, *, length: int) -> None:

@@ -103,13 +103,14 @@ class SoakServer:
     def hand_over(self) -> None:
         """A request leaves, another one takes its pages, and it comes back on others."""
         name, between = self._someone(), self._new_name()
-        exported = self.pool.export_request(name)
+        exported, pages = self.pool.export_request(name), self.pool.page_ids(name)
         self.pool.close(name)
         live, new = self.live.pop(name), self._new_name()
         self.pool.open(between)
         try:
             self.pool.extend(between, 1)
             self.pool.import_request(new, exported)
+            assert not pages or self.pool.page_ids(new) != pages, f"step {self.number}: the pages are the same ones"
             self.live[new] = live
         finally:
             self.pool.close(between)

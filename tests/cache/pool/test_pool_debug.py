@@ -150,14 +150,15 @@ def test_rows_that_were_taken_back_have_to_be_written_again(make_serving: Any, d
         pool.export_request("a")
 
 
+@pytest.mark.parametrize("tokens", [250, 5000])
 def test_fault_23_a_dense_path_that_writes_no_block_keys_is_found(
-    make_serving: Any, draw_tokens: Any, refuses: Any
+    make_serving: Any, draw_tokens: Any, run_step: Any, refuses: Any, tokens: int
 ) -> None:
     """B takes A's pages and has K and V written by something else: A's block keys are not taken for its own."""
-    serving = make_serving(pages=20)
+    serving = make_serving(pages=-(-tokens // 16) + 1)
     pool = serving.pool
     serving.open("a")
-    serving.step({"a": draw_tokens(250)})
+    run_step(pool.caches, pool.plan_step({"a": tokens}), torch.tensor(draw_tokens(tokens)))
     pages = pool.page_ids("a")
     serving.close("a")
     serving.open("b")

@@ -132,6 +132,38 @@ def test_fork_in_an_open_block_and_both_go_on(make_serving: Any, draw_tokens: An
 
 
 @pytest.mark.slow
+def test_fault_6_two_requests_on_interleaved_pages(make_serving: Any, draw_tokens: Any, run_step: Any) -> None:
+    """3,001 and 2,777 tokens in turns, so that their shuffled pages alternate: every row is that of its request alone.
+
+    And a complete last block is dropped where its score is low, also the one that a row closes itself.
+    """
+    serving, dropped = make_serving(pages=370), 0
+    serving.tokens = {"a": draw_tokens(3001, 1), "b": draw_tokens(2777, 2)}
+    given: dict[str, list[Any]] = {"a": [], "b": []}
+    for name in given:
+        serving.pool.open(name)
+    for first in range(0, 3001, 500):
+        chunks = {name: rows[first : first + 500] for name, rows in serving.tokens.items()}
+        plan = serving.pool.plan_step({name: len(rows) for name, rows in chunks.items()})
+        layers = run_step(serving.pool.caches, plan, torch.tensor(chunks["a"] + chunks["b"]))
+        for name, rows in (("a", slice(len(chunks["a"]))), ("b", slice(len(chunks["a"]), None))):
+            given[name].append([(x.block_counts[rows], x.block_ids[rows], x.output[rows]) for x in layers])
+    for name, chunks in given.items():
+        serving.check_caches(name)
+        for layer, alone in enumerate(serving.truth(name).rows):
+            counts, ids, output = (torch.cat(parts) for parts in zip(*(chunk[layer] for chunk in chunks), strict=True))
+            assert_bitwise_equal(ids, alone.block_ids)
+            assert_bitwise_equal(output, alone.output)
+            visible = torch.arange(1, ids.shape[0] + 1) // 4
+            last = ids.gather(1, (counts.long() - 1).clamp(min=0)[:, None])[:, 0]
+            dropped += int((last < visible - 1)[visible > 5].sum())
+    assert dropped > 1000
+    pages = serving.pool.page_ids("a")
+    assert not set(pages) & set(serving.pool.page_ids("b"))
+    assert pages != sorted(pages)
+
+
+@pytest.mark.slow
 def test_fork_at_4099_tokens(make_serving: Any, draw_tokens: Any) -> None:
     """Both branches are independent and right, at a length that is no multiple of a block or a page.
 
