@@ -191,6 +191,7 @@ def test_a_wrong_result_is_not_timed(small_checkpoint: Path, capfd: Capture, mon
         (["--rows", "0"], "bench: rows must be at least 1, got 0"),
         (["--rows", "200"], "bench: rows must be at most the shortest context, 100 tokens"),
         (["--page-tokens", "10"], "page_tokens must be a multiple of block_tokens"),
+        (["--threads", "9999999999"], "bench: threads must be at least 1 and at most 1,024"),
         (["--dtype", "int4"], "bench: dtype must be among"),
         (["--device", "cuda:99"], "bench: device must be there"),
         (["--device", "tpu"], "bench: device must be auto, cpu"),

@@ -199,6 +199,7 @@ def test_weights_keep_the_size_of_what_is_quantised(
         (["--page-tokens", "6"], "page_tokens must be a multiple of block_tokens"),
         (["--memory-gib", "-1"], "memory-gib must be a number above 0"),
         (["--memory-gib", "nan"], "memory-gib must be a number above 0"),
+        (["--memory-gib", "1e300"], "memory-gib must be a number above 0 and at most 1,000,000,000"),
         (["--memory-gib", "much"], "Invalid value for '--memory-gib'"),
     ],
 )

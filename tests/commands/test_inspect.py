@@ -422,6 +422,7 @@ def refused_inspect(capfd: Capture) -> Refuse:
         (["--random-tokens", "5", "--html", "a.txt"], "html must end in .html or .htm"),
         (["--random-tokens", "5", "--save", "a.bin"], "save must end in .safetensors"),
         (["--random-tokens", "5", "--html", "no/such/folder/a.html"], "html must be a file that can be written"),
+        (["--random-tokens", "5", "--html", "a" * 300 + ".html"], "html must be a file that can be written"),
         (["--random-tokens", "5", "--device", "cuda:99"], "inspect: device must be there"),
         (["--prompt", "a", "--seed", "3"], "inspect: seed must come with --random-tokens"),
     ],
@@ -488,6 +489,7 @@ def test_inspect_tells_a_bad_source_in_one_line(
     refused_inspect(
         tmp_path / "nowhere", "--random-tokens", 5, told="source must be a checkpoint's folder or a recording"
     )
+    refused_inspect("a" * 300, "--random-tokens", 5, told="source must be a checkpoint's folder or a recording")
     refused_inspect(tmp_path, "--random-tokens", 5, told="must hold a config.json")
     text = tmp_path / "a.txt"
     text.write_text("no recording")

@@ -25,7 +25,7 @@ from flashqsa.commands.bench_timing import Ceilings, measure_ceilings, time_in_t
 from flashqsa.commands.bench_workload import Setting, Workload
 from flashqsa.commands.doctor import DTYPES, RELEASED
 from flashqsa.commands.doctor_backends import explain_stages, taken_backend
-from flashqsa.commands.generate_engine import is_out_of_memory, torch_threads
+from flashqsa.commands.generate_engine import check_threads, is_out_of_memory, torch_threads
 from flashqsa.commands.generate_request import device_named
 from flashqsa.commands.inspect_files import PICTURES, check_output, write_output
 from flashqsa.commands.needle_prompt import parse_contexts
@@ -202,7 +202,8 @@ def _print(outcome: BenchOutcome, told: str, earlier: Earlier | None, plot: Path
 
 def _check_options(options: BenchOptions) -> tuple[list[int], Earlier | None]:
     lengths = sorted(parse_contexts(options.contexts, command=COMMAND))
-    for name in ("rows", "requests", "page_tokens", "threads", "repeats"):
+    check_threads(options.threads, command=COMMAND)
+    for name in ("rows", "requests", "page_tokens", "repeats"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ArgumentError(

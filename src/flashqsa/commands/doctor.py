@@ -25,6 +25,9 @@ from flashqsa.errors import ArgumentError, DeviceError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+MOST_GIB = 1_000_000_000
+"""An exbibyte: above it somebody mistyped."""
+
 RELEASED = QSAConfig(
     hidden_size=2560,
     q_heads=24,
@@ -144,9 +147,10 @@ def _check_options(options: DoctorOptions) -> None:
         raise ArgumentError(
             f"doctor: dtype must be among auto, {', '.join(DTYPES)}, got {options.dtype}. Choose one of them."
         )
-    if options.memory_gib is not None and not 0 < options.memory_gib < float("inf"):
+    if options.memory_gib is not None and not 0 < options.memory_gib <= MOST_GIB:
         raise ArgumentError(
-            f"doctor: memory-gib must be a number above 0, got {options.memory_gib}. Leave it out for what is free."
+            f"doctor: memory-gib must be a number above 0 and at most {MOST_GIB:,}, got {options.memory_gib:g}. "
+            "Leave it out for what is free."
         )
 
 

@@ -151,11 +151,12 @@ def _subject(diagnosis: Diagnosis) -> str:
 
 
 def _cache_lines(diagnosis: Diagnosis) -> Iterator[str]:
-    layers = len(diagnosis.config.qsa_layer_ids)
+    number = len(diagnosis.config.qsa_layer_ids)
+    layers = f"{number} QSA layer{'' if number == 1 else 's'}"
     weights = diagnosis.weight_bytes
     left = f"{diagnosis.memory_bytes / GIB:,.1f} GiB"
     left += " without weights, which are not known" if weights is None else f" less {weights / GIB:,.1f} GiB of weights"
-    yield f"{layers} QSA layers, pages of {diagnosis.page_tokens} tokens; {left}; other layers and activations on top"
+    yield f"{layers}, pages of {diagnosis.page_tokens} tokens; {left}; other layers and activations on top"
 
 
 def _finding_lines(diagnosis: Diagnosis) -> Iterator[str]:

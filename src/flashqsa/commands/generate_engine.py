@@ -14,13 +14,14 @@ import torch
 from flashqsa.commands.generate_loop import Generated, Progress, generate_tokens
 from flashqsa.commands.generate_memory import peak_bytes, start_peak
 from flashqsa.commands.generate_model import load_model, quiet_transformers
-from flashqsa.errors import UnsupportedError
+from flashqsa.errors import ArgumentError, UnsupportedError
 from flashqsa.integrations import hf
 
 ENGINES = {"flashqsa": "FlashQSA", "stock": "stock transformers", "vllm": "vLLM on FlashQSA"}
 """Names of the engines, and how they are written out."""
 
 WARM_UP_TOKENS = 8
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,22 @@ def _engine_on(model: Any, engine: str) -> Iterator[None]:
         return
     with hf.enabled(model):
         yield
+
+
+def check_threads(count: int | None, *, command: str = "generate") -> None:
+    """Checks a number of CPU threads that a user gave.
+
+    Args:
+        count: The number; None for torch's choice.
+        command: Name of the sub-command, first in the message.
+
+    Raises:
+        ArgumentError: There are none, or more than can be started.
+    """
+    if count is not None and not 1 <= count <= MOST_THREADS:
+        raise ArgumentError(
+            f"{command}: threads must be at least 1 and at most {MOST_THREADS:,}, got {count}. Choose another value."
+        )
 
 
 @contextmanager

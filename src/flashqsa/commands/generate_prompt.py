@@ -73,10 +73,35 @@ def check_prompt_options(options: PromptOptions) -> None:
             f"generate: seed must come with --random-tokens, got {options.seed} with {given[0]}. Leave it out; "
             "nothing else is drawn."
         )
-    if options.seed is not None and options.seed < 0:
-        raise ArgumentError(f"generate: seed must be at least 0, got {options.seed}. Choose another value.")
+    check_seed(options.seed or 0)
+    check_text("prompt", options.text)
     if options.random_tokens is not None and options.chat:
         raise ArgumentError("generate: chat must be off for random tokens, got --chat. Leave it out, or pass a text.")
+
+
+def check_seed(seed: int) -> None:
+    """Checks a seed of torch's generators.
+
+    Raises:
+        ArgumentError: They do not take it.
+    """
+    if not 0 <= seed < 1 << 63:
+        raise ArgumentError(f"generate: seed must be at least 0 and below 2^63, got {seed}. Choose another value.")
+
+
+def check_text(name: str, text: str | None) -> None:
+    """Checks a text that a user gave on the command line; None for none.
+
+    Raises:
+        ArgumentError: Its bytes were no UTF-8.
+    """
+    try:
+        (text or "").encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"generate: {name} must be UTF-8, got {text!r}, character {error.start} of which is not. "
+            "Write it into a UTF-8 file, or change the terminal's encoding."
+        ) from error
 
 
 def make_prompt(options: PromptOptions, tokenizer: Any | None, *, vocab_size: int, stop_ids: Collection[int]) -> Prompt:

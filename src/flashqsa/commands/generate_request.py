@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashqsa.commands.generate_engine import ENGINES, RunRequest
+from flashqsa.commands.generate_engine import ENGINES, RunRequest, check_threads
 from flashqsa.commands.generate_model import DTYPES, load_stop_ids, load_text_config, load_tokenizer
 from flashqsa.commands.generate_prompt import Prompt, PromptOptions, check_prompt_options, make_prompt
 from flashqsa.config import QSAConfig
@@ -46,9 +46,10 @@ def check_options(prompt_options: PromptOptions, run_options: RunOptions, *, com
         ArgumentError: An option breaks a rule.
     """
     check_prompt_options(prompt_options)
-    for name in ("max_new_tokens", "prefill_chunk", "threads"):
+    check_threads(run_options.threads)
+    for name in ("max_new_tokens", "prefill_chunk"):
         value = getattr(run_options, name)
-        if value is not None and value < 1:
+        if value < 1:
             raise ArgumentError(
                 f"generate: {name.replace('_', '-')} must be at least 1, got {value}. Choose another value."
             )
@@ -81,13 +82,9 @@ def prepare_run(
     text_config = load_text_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     stop_ids = load_stop_ids(checkpoint, text_config)
+    _check_length(prompt_options.random_tokens or 0, run_options, config)  # before so many are drawn
     prompt = make_prompt(prompt_options, tokenizer, vocab_size=text_config.vocab_size, stop_ids=stop_ids)
-    tokens = len(prompt.token_ids) + run_options.max_new_tokens
-    if tokens > config.max_positions:
-        raise ArgumentError(
-            f"generate: prompt and new tokens must fit into the model's {config.max_positions:,} positions, got "
-            f"{len(prompt.token_ids):,} + {run_options.max_new_tokens:,}. Shorten the prompt or --max-new-tokens."
-        )
+    _check_length(len(prompt.token_ids), run_options, config)
     request = RunRequest(
         checkpoint=checkpoint,
         prompt_ids=prompt.token_ids,
@@ -99,6 +96,14 @@ def prepare_run(
         threads=run_options.threads or torch.get_num_threads(),
     )
     return request, prompt, tokenizer
+
+
+def _check_length(prompt_tokens: int, run_options: RunOptions, config: QSAConfig) -> None:
+    if prompt_tokens + run_options.max_new_tokens > config.max_positions:
+        raise ArgumentError(
+            f"generate: prompt and new tokens must fit into the model's {config.max_positions:,} positions, got "
+            f"{prompt_tokens:,} + {run_options.max_new_tokens:,}. Shorten the prompt or --max-new-tokens."
+        )
 
 
 def device_named(name: str, *, command: str = "generate") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,7 +93,7 @@ def inspect_selections(
     try:
         with errors_of(COMMAND):
             _check_outputs(options)
-            if source.is_file():
+            if os.path.isfile(source):  # unlike Path.is_file it answers for a name that is too long, too
                 outcome = _of_recording(source, prompt_options, run_options, options)
             else:
                 show_progress = not (quiet or as_json_)
@@ -159,7 +160,7 @@ def _of_checkpoint(
     mass_rows = MASS_ROWS if options.mass_rows is None else options.mass_rows
     if mass_rows < 0:
         raise ArgumentError(f"{COMMAND}: mass-rows must be at least 0, got {mass_rows}. Choose another value.")
-    if not source.exists():
+    if not os.path.exists(source):
         raise ArgumentError(
             f"{COMMAND}: source must be a checkpoint's folder or a recording, got {source}, which is not there. "
             "Check the path."

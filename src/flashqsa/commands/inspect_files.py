@@ -29,9 +29,9 @@ def check_output(command: str, option: str, path: Path | None, suffixes: Sequenc
         raise ArgumentError(
             f"{command}: {option} must end in {' or '.join(suffixes)}, got {path}. Choose one of these formats."
         )
-    if path.is_dir():
-        raise ArgumentError(f"{command}: {option} must be a file, got the folder {path}. Choose another name.")
     try:
+        if path.is_dir():
+            raise ArgumentError(f"{command}: {option} must be a file, got the folder {path}. Choose another name.")
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise _not_writable(command, option, path, error) from error

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from flashqsa.commands.generate_engine import RunRequest
 from flashqsa.commands.generate_model import load_stop_ids, load_text_config, quiet_transformers
-from flashqsa.commands.generate_prompt import PromptOptions
+from flashqsa.commands.generate_prompt import PromptOptions, check_seed, check_text
 from flashqsa.commands.generate_request import RunOptions, check_options, prepare_run
 from flashqsa.commands.inspect_files import PICTURES, check_output, write_output
 from flashqsa.commands.inspect_model import errors_of, loaded_model
@@ -161,13 +161,13 @@ def _told(planted: Plant) -> str:
 
 def _check_options(options: NeedleOptions, run_options: RunOptions) -> None:
     check_options(PromptOptions(random_tokens=1), run_options, compare=False)
-    for name in ("final_rows", "seed"):
-        least = 1 if name == "final_rows" else 0
-        value = getattr(options, name)
-        if value < least:
-            raise ArgumentError(
-                f"{COMMAND}: {name.replace('_', '-')} must be at least {least}, got {value}. Choose another value."
-            )
+    check_seed(options.seed)
+    check_text("needle", options.needle)
+    check_text("question", options.question)
+    if options.final_rows < 1:
+        raise ArgumentError(
+            f"{COMMAND}: final-rows must be at least 1, got {options.final_rows}. Choose another value."
+        )
     check_output(COMMAND, "plot", options.plot, PICTURES)
     if options.plot is not None:
         import flashqsa.commands.inspect_figures  # noqa: F401  # without matplotlib it fails here, before the work
