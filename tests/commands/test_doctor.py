@@ -122,6 +122,7 @@ def test_doctor_of_the_released_shapes_for_people(capfd: Capture) -> None:
     captured = capfd.readouterr()
     assert captured.err == ""
     for part in ("packages", "engines", "devices", "stages: the released shapes, bfloat16 on cpu", "caches",
+                 "no: kernels run on CUDA devices",
                  "12 QSA layers", "without weights, which are not known", "25,344", "0 problems"):  # fmt: skip
         assert part in captured.out, part
     assert captured.out.count("works") == 3

@@ -122,7 +122,7 @@ def _tables(diagnosis: Diagnosis) -> Iterator[Table]:
     devices = _table("devices", "device", "what", "free memory", "kernels")
     for device in diagnosis.devices:
         free = f"{device.free_bytes / GIB:,.1f} of {device.total_bytes / GIB:,.1f} GiB"
-        devices.add_row(device.name, device.told, free, device.kernels or "yes")
+        devices.add_row(device.name, device.told, free, f"no: {device.kernels}" if device.kernels else "yes")
     yield devices
     stages = _table(f"stages: {_subject(diagnosis)}", "stage", "backend", "why", "tried")
     trials = {(trial.stage, trial.backend): trial for trial in diagnosis.trials}
