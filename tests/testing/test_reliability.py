@@ -220,8 +220,9 @@ def figures_table() -> str:
     lines += soak_row("soak on a GPU, `triton`", [soak for soak in soaks if soak["device"] != "cpu"])
     lines += [
         f"| state machine | {counts['calls in any order']:,} calls in any order, both pools compared |",
-        f"| calls stopped half-way | {counts['calls that were stopped']:,}, at every operation of 8 calls: no account "
-        "and no byte in use changed |",
+        f"| calls stopped half-way | {counts['calls that were stopped']:,} at every operation of torch in 8 calls: no "
+        f"account and no byte in use changed; {counts['calls stopped at a line']:,} at every line of the pool in 13 "
+        "calls: all of it has happened, or nothing |",
         f"| bad inputs | {counts['bad inputs refused with a typed error']:,} tests of a typed error; "
         f"{counts['bad calls of the pool that change no byte']:,} tests compare every byte of a pool |",
         f"| tests | {counts['tests']:,}, of which {counts['tests of a fault of others']:,} carry a fault's number |",

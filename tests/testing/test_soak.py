@@ -127,7 +127,7 @@ def test_soak_sees_a_pool_that_is_wrong(monkeypatch: pytest.MonkeyPatch, fault: 
     elif fault == "pages of an import":
         monkeypatch.setattr("flashqsa.cache.pool.handover._write_rows", lambda target, pages, rows: None)
     elif fault == "page freed too soon":
-        monkeypatch.setattr(PoolAccounts, "drop", _drop_for_all)
+        monkeypatch.setattr(PoolAccounts, "_drop", _drop_for_all)
     else:
         small = CacheLayout.from_config
         monkeypatch.setattr(CacheLayout, "from_config", lambda *a, **k: small(*a, **k | {"speculative_rows": 0}))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashqsa.errors import ArgumentError
 from flashqsa.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
@@ -113,3 +114,42 @@ def test_debug_mode_on_a_gpu(make_serving: Any, draw_tokens: Any, monkeypatch: p
     serving.close("b")
     assert serving.pool.caches[0].k_pages[pages[-1]].isnan().all()
     serving.check_caches("a")
+
+
+def test_the_default_device_of_torch_changes_nothing(make_serving: Any, draw_tokens: Any) -> None:
+    """A step is packed in pinned memory of the host, also where tensors without a device are put on the GPU."""
+    serving = make_serving(device="cuda")
+    pool = serving.pool
+    serving.open("a")
+    serving.step({"a": draw_tokens(21)})
+    with torch.device("cuda"):
+        pool.import_request("b", pool.export_request("a"))
+        plans = [pool.plan_step({"a": 3, "b": 1})]
+        pool.rollback("a", rows=3)
+        pool.rollback("b", rows=1)
+    plans.append(pool.plan_step({"a": 3, "b": 1}))
+    for name in ("query_starts", "seq_lens", "ring_ids", "slot_ids"):
+        assert_bitwise_equal(getattr(plans[0], name), getattr(plans[1], name), name)
+    pool.rollback("a", rows=3)
+    pool.rollback("b", rows=1)
+    serving.tokens["b"] = list(serving.tokens["a"])
+    serving.step({"a": draw_tokens(3, 1), "b": draw_tokens(1, 2)})
+    for name in "ab":
+        serving.check_caches(name)
+
+
+def test_a_step_that_runs_after_its_request_was_closed_is_found(
+    make_serving: Any, draw_tokens: Any, run_step: Any, refuses: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHQSA_DEBUG", "1")
+    serving = make_serving(device="cuda", pages=4)
+    pool = serving.pool
+    serving.open("a")
+    serving.step({"a": draw_tokens(20)})
+    plan = pool.plan_step({"a": 3})
+    pool.close("a")
+    run_step(pool.caches, plan, torch.tensor(draw_tokens(3, 1), device="cuda"))
+    pool._accounts.free_ring_ids.reverse()  # another ring: pages are what is looked at here
+    pool.open("b")
+    with refuses(ArgumentError, "PagedPool.plan_step", "free pages", "layer 3", "token 20 of request 'a'"):
+        pool.plan_step({"b": 64})

@@ -319,3 +319,60 @@ def test_memory_that_was_free_before_the_checks_were_on_is_not_looked_at(
     serving.tokens["d"] = draw_tokens(60)
     serving.step({"d": draw_tokens(100, 2)})
     serving.check_caches("d")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_dtype": FP8, "index_dtype": FP8, "scales": (0.5, 2.0)}], ids=["fp32", "fp8"]
+)
+def test_a_step_on_pages_that_have_another_owner_is_found(
+    make_serving: Any, draw_tokens: Any, run_step: Any, refuses: Any, nothing_changes: Any, options: Any
+) -> None:
+    """A plan of A runs after A was closed and B has its pages: B's next call names the layer and the tokens."""
+    serving = make_serving(page_tokens=8, pages=8, **options)
+    pool = serving.pool
+    serving.open("a")
+    serving.step({"a": draw_tokens(18)})
+    plan = pool.plan_step({"a": 3})
+    page = pool.page_ids("a")[2]
+    serving.close("a")
+    serving.open("b")
+    serving.step({"b": draw_tokens(60, 1)})
+    pool.export_request("b")  # what B has is looked at
+    first = pool.page_ids("b").index(page) * 8
+    tokens = f"tokens {first} to {first + 7}"
+    calls = {
+        "plan_step": lambda: pool.plan_step({"b": 1}),
+        "fork": lambda: pool.fork("b", "c"),
+        "export_request": lambda: pool.export_request("b"),
+    }
+    for layer, cache in zip((3, 7), pool.caches, strict=True):
+        kept = [x.view(torch.uint8).clone() for x in (cache.k_pages, cache.v_pages, cache.block_keys)]
+        run_step([cache], plan, torch.tensor(draw_tokens(3, 2)))
+        for where, call in calls.items():
+            with nothing_changes(pool), refuses(
+                ArgumentError, f"PagedPool.{where}", "'b'", f"k_pages of layer {layer}", tokens
+            ):  # fmt: skip
+                call()
+        for tensor, was in zip((cache.k_pages, cache.v_pages, cache.block_keys), kept, strict=True):
+            tensor.view(torch.uint8).copy_(was)
+    for part, name in ((pool.caches[1].v_pages, "v_pages"), (pool.caches[1].block_keys, "block_keys")):
+        rows = part.view(torch.uint8)[page]
+        was = rows.clone()
+        rows[1] = was[0]
+        with refuses(ArgumentError, "PagedPool.plan_step", f"{name} of layer 7", tokens):
+            pool.plan_step({"b": 1})
+        rows.copy_(was)
+    pool.plan_step({"b": 1})
+
+
+def test_what_was_taken_back_may_be_written_again(make_serving: Any, draw_tokens: Any) -> None:
+    """Also full pages, and the same pages shared with a fork that keeps its own."""
+    serving = make_serving(page_tokens=8)
+    serving.open("a")
+    serving.step({"a": draw_tokens(61)})
+    serving.fork("a", "b")
+    for number, length in enumerate((60, 56, 52, 40, 16)):
+        serving.rollback("a", length)
+        serving.step({"a": draw_tokens(61 - length, 10 + number), "b": [number]})
+        for name in "ab":
+            serving.check_caches(name)

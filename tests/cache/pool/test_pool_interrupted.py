@@ -1,9 +1,13 @@
-"""A call that stops anywhere, for lack of memory or killed: no request, no account and no byte in use has changed."""
+"""A call that stops anywhere, for lack of memory or by a signal: it has not happened, or all of it has."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,8 +15,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flashqsa import PagedPool
+from flashqsa.cache import pool as pool_package
 
 MOST_CALLS = 3000
+FOLDER = str(Path(pool_package.__file__).parent)
 
 
 class StopsAt(TorchFunctionMode):
@@ -58,6 +64,19 @@ CALLS: dict[str, Callable[[PagedPool, Any], Any]] = {
 }
 
 
+def fill(serving: Any, tokens: list[int]) -> dict[str, Any]:
+    """A request, a fork of it, and what the calls need."""
+    pool = serving.pool
+    serving.open("a")
+    serving.step({"a": tokens})
+    serving.fork("a", "b")
+    return {
+        "plan": pool.plan_step({}, num_requests=3, num_rows=9, table_pages=6, max_query_len=8, max_seq_len=90),
+        "prefix": pool.hold_prefix("a"),
+        "exported": pool.export_request("a"),
+    }
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("what", CALLS)
 def test_a_call_that_stops_anywhere_changes_nothing(
@@ -65,14 +84,7 @@ def test_a_call_that_stops_anywhere_changes_nothing(
 ) -> None:
     serving = make_serving(pages=30, rings=3)
     pool = serving.pool
-    serving.open("a")
-    serving.step({"a": draw_tokens(43)})
-    serving.fork("a", "b")
-    held = {
-        "plan": pool.plan_step({}, num_requests=3, num_rows=9, table_pages=6, max_query_len=8, max_seq_len=90),
-        "prefix": pool.hold_prefix("a"),
-        "exported": pool.export_request("a"),
-    }
+    held = fill(serving, draw_tokens(43))
     for number in range(1, MOST_CALLS):
         kept, accounts = in_use(pool), accounts_of(pool)
         try:
@@ -93,3 +105,77 @@ def test_a_call_that_stops_anywhere_changes_nothing(
     for name in ("a", "b"):
         if pool.length(name) == 43:
             serving.check_caches(name)
+
+
+@contextmanager
+def stopped_at_line(number: int) -> Iterator[None]:
+    """A signal comes before the so manyth line that the pool's own code runs, as Ctrl-C may."""
+    left, before = number, sys.gettrace()
+
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left == 0 and event == "line":
+            left = -1
+            raise KeyboardInterrupt
+        return line
+
+    def call(frame: FrameType, event: str, argument: Any) -> Any:
+        return line if frame.f_code.co_filename.startswith(FOLDER) else None
+
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+MORE_CALLS: dict[str, Callable[[PagedPool, Any], Any]] = {
+    "a request goes": lambda pool, _: pool.close("b"),
+    "a request is new": lambda pool, _: pool.open("c"),
+    "rows are taken back": lambda pool, _: pool.rollback("b", length=20),
+    "a prefix is held": lambda pool, _: pool.hold_prefix("b", 30),
+    "a prefix is released": lambda pool, held: pool.release_prefix(held["prefix"]),
+}
+
+
+CHECKED = ("a step on a shared page", "an import", "a request goes", "rows are taken back")
+
+
+@pytest.mark.parametrize(
+    ("what", "debug"), [*((what, "0") for what in CALLS | MORE_CALLS), *((what, "1") for what in CHECKED)]
+)
+def test_a_call_that_stops_at_any_line_has_happened_or_not(
+    make_serving: Any, draw_tokens: Any, record_property: Any, monkeypatch: pytest.MonkeyPatch, what: str, debug: str
+) -> None:
+    """Accounts are those before the call or those after it, never in between, and what is in use keeps its bytes."""
+    monkeypatch.setenv("FLASHQSA_DEBUG", debug)
+
+    def make() -> tuple[PagedPool, dict[str, Any]]:
+        serving = make_serving(pages=30, rings=3)
+        return serving.pool, fill(serving, draw_tokens(43))
+
+    call, (pool, held) = (CALLS | MORE_CALLS)[what], make()
+    call(pool, held)
+    after, (pool, held) = accounts_of(pool), make()
+    before, happened = accounts_of(pool), 0
+    for number in range(1, MOST_CALLS):
+        kept = in_use(pool)
+        try:
+            with stopped_at_line(number):
+                call(pool, held)
+        except KeyboardInterrupt:
+            pool._accounts.check()
+            if accounts_of(pool) == before:
+                now = in_use(pool)
+                assert all(torch.equal(now[n].view(torch.uint8), kept[n].view(torch.uint8)) for n in kept), number
+                continue
+            assert accounts_of(pool) == after, f"line {number}: neither before nor after"
+            happened += 1
+            pool, held = make()
+        else:
+            break
+    else:
+        pytest.fail("the call never ends")
+    assert number - happened > 10, "hardly ever stopped before it had happened"
+    record_property("calls stopped at a line", number - 1)

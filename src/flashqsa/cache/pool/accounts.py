@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from flashqsa.cache.pool.undo import AtOnce
 from flashqsa.errors import ArgumentError, FlashQSAError
 
 
@@ -184,24 +185,34 @@ class PoolAccounts:
             chosen += [Taken(account, column, None, next(free)) for column in fresh]
         return chosen
 
-    def take(self, chosen: Sequence[Taken]) -> None:
-        """Give chosen pages to their requests."""
-        del self.free_page_ids[len(self.free_page_ids) - len(chosen) :]
-        for taken in chosen:
-            self.holders[taken.page_id] = 1
-            if taken.source is None:
-                taken.account.page_ids.append(taken.page_id)
-            else:
-                taken.account.page_ids[taken.column] = taken.page_id
-                self.holders[taken.source] -= 1
+    def take(self, chosen: Sequence[Taken], work: Sequence[tuple[Account, int]] = ()) -> None:
+        """Give chosen pages to their requests, and count new rows; a ring keeps the last of them.
 
-    def grow(self, account: Account, rows: int) -> None:
-        """Count new rows; the ring keeps the last of them."""
-        account.length += rows
-        account.ring_start = max(account.ring_start, account.length - self.ring_tokens)
+        Args:
+            chosen: What `choose` gave.
+            work: Requests and how many rows each adds.
+        """
+        touched = [page for taken in chosen for page in (taken.page_id, taken.source) if page is not None]
+        changed = [*(taken.account for taken in chosen), *(account for account, _ in work)]
+        with AtOnce(self, touched, taken=len(chosen), changed=list(dict.fromkeys(changed))):
+            del self.free_page_ids[len(self.free_page_ids) - len(chosen) :]
+            for taken in chosen:
+                self.holders[taken.page_id] = 1
+                if taken.source is None:
+                    taken.account.page_ids.append(taken.page_id)
+                else:
+                    taken.account.page_ids[taken.column] = taken.page_id
+                    self.holders[taken.source] -= 1
+            for account, rows in work:
+                account.length += rows
+                account.ring_start = max(account.ring_start, account.length - self.ring_tokens)
 
     def add(self, request: Hashable, page_ids: Sequence[int], length: int, ring_start: int, checked: int) -> None:
         """Open a request on pages that it joins in holding, with the ring that is next. A ring is free."""
+        with AtOnce(self, page_ids):
+            self._add(request, page_ids, length, ring_start, checked)
+
+    def _add(self, request: Hashable, page_ids: Sequence[int], length: int, ring_start: int, checked: int) -> None:
         self.accounts[request] = Account(request, self.free_ring_ids.pop(), array("i", page_ids), length, ring_start,
                                          checked)  # fmt: skip
         for page in page_ids:
@@ -214,16 +225,18 @@ class PoolAccounts:
     def add_fresh(self, request: Hashable, length: int, ring_start: int) -> None:
         """Open a request on the pages and the ring that are next. They are free."""
         page_ids = self.next_pages(self.pages_of(length))
-        del self.free_page_ids[len(self.free_page_ids) - len(page_ids) :]
-        self.add(request, page_ids, length, ring_start, length)
+        with AtOnce(self, page_ids, taken=len(page_ids)):
+            del self.free_page_ids[len(self.free_page_ids) - len(page_ids) :]
+            self._add(request, page_ids, length, ring_start, length)
 
     def remove(self, account: Account) -> list[int]:
         """Close a request. Returns the pages that nobody holds any more."""
-        del self.accounts[account.request]
-        self.free_ring_ids.append(account.ring_id)
-        return self.drop(account.page_ids)
+        with AtOnce(self, account.page_ids):
+            del self.accounts[account.request]
+            self.free_ring_ids.append(account.ring_id)
+            return self._drop(account.page_ids)
 
-    def drop(self, page_ids: Sequence[int]) -> list[int]:
+    def _drop(self, page_ids: Sequence[int]) -> list[int]:
         """Let go of pages. Returns those that nobody holds any more, free now."""
         freed = []
         for page in reversed(page_ids):
@@ -235,24 +248,27 @@ class PoolAccounts:
 
     def hold(self, prefix: Prefix) -> None:
         """Hold the pages of a prefix."""
-        self.prefixes.add(prefix)
-        for page in prefix.page_ids:
-            self.holders[page] += 1
+        with AtOnce(self, prefix.page_ids):
+            self.prefixes.add(prefix)
+            for page in prefix.page_ids:
+                self.holders[page] += 1
 
     def release(self, prefix: Prefix) -> list[int]:
         """Let go of a prefix. Returns the pages that nobody holds any more."""
-        self.prefixes.remove(prefix)
-        return self.drop(prefix.page_ids)
+        with AtOnce(self, prefix.page_ids):
+            self.prefixes.remove(prefix)
+            return self._drop(prefix.page_ids)
 
     def cut(self, account: Account, length: int) -> list[int]:
         """Shorten a request. Returns the pages that nobody holds any more."""
-        account.length = length
-        account.ring_start = min(account.ring_start, length)
-        account.checked = min(account.checked, length)
         kept = self.pages_of(length)
         released = account.page_ids[kept:]
-        del account.page_ids[kept:]
-        return self.drop(released)
+        with AtOnce(self, released, changed=[account]):
+            account.length = length
+            account.ring_start = min(account.ring_start, length)
+            account.checked = min(account.checked, length)
+            del account.page_ids[kept:]
+            return self._drop(released)
 
     def ring_holds(self, account: Account, length: int) -> bool:
         """Whether the ring still holds the raw keys of the block that would be open at a length."""

@@ -1,21 +1,23 @@
-"""What ``FLASHQSA_DEBUG=1`` looks at: rows never written, free memory that was, and plans that are not the pool's."""
+"""What ``FLASHQSA_DEBUG=1`` looks at: rows never written, memory that somebody else wrote, plans that are not owned."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
 from flashqsa.cache.pool.accounts import Account, PoolAccounts
-from flashqsa.cache.pool.memory import FP8_NAN, NO_POSITION, PoolMemory
+from flashqsa.cache.pool.memory import FP8_NAN, NO_POSITION, PoolMemory, raw
 from flashqsa.checks import FP8, expect_type
 from flashqsa.errors import ArgumentError
 
 if TYPE_CHECKING:
     from flashqsa.plan import StepPlan
 
+PAGED = ("k_pages", "v_pages", "block_keys")
 Left = tuple[Hashable, int]
 """Who had a page last, and which of its tokens came first there."""
 
@@ -76,11 +78,7 @@ class FreeMemory:
 
     def _check_page(self, where: str, page: int) -> None:
         memory, left = self._memory, self._pages[page]
-        for name, tensor, tokens in (
-            ("k_pages", memory.k, 1),
-            ("v_pages", memory.v, 1),
-            ("block_keys", memory.block_keys, memory.layout.block_tokens),
-        ):
+        for name, tensor, tokens in zip(PAGED, memory.paged, (1, 1, memory.layout.block_tokens), strict=True):
             written = ~_is_nan(tensor[:, page]).flatten(2).all(dim=2)
             if bool(written.any()):
                 layer, row = (int(i) for i in written.nonzero()[0])
@@ -105,6 +103,53 @@ class FreeMemory:
             )
 
 
+class WrittenPages:
+    """Full pages of open requests: once they have been looked at, nobody may write them.
+
+    Args:
+        memory: The tensors.
+    """
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self._memory = memory
+        self._sums: WeakKeyDictionary[Account, torch.Tensor] = WeakKeyDictionary()
+
+    def check(self, where: str, account: Account, accounts: PoolAccounts) -> None:
+        """Raise unless a request has all its rows, and has kept those that it had. Waits for the device.
+
+        Raises:
+            ArgumentError: As `check_written`; or a full page holds other bytes than before.
+        """
+        page_tokens = accounts.page_tokens
+        sums = self._sums.get(account)
+        if sums is not None:
+            sums = sums[:, :, : account.checked // page_tokens]  # what was taken back may be written again
+            changed = self._sums_of(account.page_ids[: sums.shape[2]]) != sums
+            if bool(changed.any()):
+                column, name, layer = (int(i) for i in changed.permute(2, 0, 1).nonzero()[0])
+                first = column * page_tokens
+                raise ArgumentError(
+                    f"{where}: request {account.request!r} must keep what was written, got other bytes in "
+                    f"{PAGED[name]} of layer {self._memory.caches[layer].layer_id} in tokens {first} to "
+                    f"{first + page_tokens - 1}. A step ran on pages that were no longer its own; check_plan before a "
+                    "step finds it."
+                )
+        check_written(where, account, accounts, self._memory)
+        known = 0 if sums is None else sums.shape[2]
+        new = self._sums_of(account.page_ids[known : account.length // page_tokens])
+        self._sums[account] = new if sums is None else torch.cat([sums, new], dim=2)
+
+    def _sums_of(self, page_ids: Sequence[int]) -> torch.Tensor:
+        """[3, layers, pages] weighted sums of all bytes."""
+        sums = []
+        pages = torch.tensor(page_ids, dtype=torch.int64, device=self._memory.k.device)
+        for tensor in self._memory.paged:
+            rows = raw(tensor)[:, pages].view(torch.uint8).sum(dim=-1).flatten(2)
+            weights = torch.arange(1, rows.shape[2] + 1, device=rows.device)
+            sums.append((rows * weights).sum(dim=2))
+        return torch.stack(sums)
+
+
 def check_written(where: str, account: Account, accounts: PoolAccounts, memory: PoolMemory) -> None:
     """Raise unless every layer has written the tokens that were planned since the last check. Waits for the device.
 
@@ -115,11 +160,8 @@ def check_written(where: str, account: Account, accounts: PoolAccounts, memory: 
     for column in range(account.checked // page_tokens, accounts.pages_of(account.length)):
         page, began = account.page_ids[column], column * page_tokens
         first, end = max(account.checked - began, 0), min(account.length - began, page_tokens)
-        for name, tensor, tokens, rows in (
-            ("k_pages", memory.k, 1, slice(first, end)),
-            ("v_pages", memory.v, 1, slice(first, end)),
-            ("block_keys", memory.block_keys, r, slice(first // r, end // r)),
-        ):
+        for name, tensor, tokens in zip(PAGED, memory.paged, (1, 1, r), strict=True):
+            rows = slice(first // tokens, end // tokens)
             bad = _is_nan(tensor[:, page, rows]).flatten(2).any(dim=2)
             if bool(bad.any()):
                 layer, row = (int(i) for i in bad.nonzero()[0])

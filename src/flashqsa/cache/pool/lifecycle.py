@@ -24,7 +24,7 @@ class PoolLifecycle:
 
     def __init__(self, memory: PoolMemory, accounts: PoolAccounts, *, poison: bool) -> None:
         self._memory, self._accounts, self._poison_free = memory, accounts, poison
-        self._free_memory = checking.FreeMemory(memory)
+        self._free_memory, self._written_pages = checking.FreeMemory(memory), checking.WrittenPages(memory)
         self._freed(range(len(accounts.holders)), accounts.free_ring_ids)
 
     @property
@@ -232,7 +232,7 @@ class PoolLifecycle:
 
     def _expect_written(self, where: str, account: Account) -> None:
         if checking.debugging():
-            checking.check_written(where, account, self._accounts, self._memory)
+            self._written_pages.check(where, account, self._accounts)
 
     def _freed(
         self, page_ids: Sequence[int], ring_ids: Sequence[int], account: Account | None = None, had: Sequence[int] = ()

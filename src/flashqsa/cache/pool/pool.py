@@ -36,8 +36,10 @@ class PagedPool(PoolLifecycle):
     Calls that copy (`plan_step` of a request whose last page is shared, `open` with a prefix, `fork`, `export_request`)
     copy what has been written: make them after the layers of the last step were launched, on the same stream.
 
-    A call that raises has changed nothing. With ``FLASHQSA_DEBUG=1`` free memory is filled with NaN, rows that were
-    planned but not written are found (this waits for the device), and the accounts are checked after every call.
+    A call that raises has changed nothing, and one that a signal stops has happened or not. Not for several threads at
+    once. With ``FLASHQSA_DEBUG=1`` free memory is filled with NaN; rows that were planned but not written, and what was
+    written to free pages and to full pages of others, are found (this waits for the device); and the accounts are
+    checked after every call.
 
     Args:
         layout: Shapes and dtypes of one layer.
@@ -260,9 +262,7 @@ class PagedPool(PoolLifecycle):
             self._expect_written(where, account)
         self._expect_unwritten(where, chosen)
         plan = fill_plan(planned, shape, self._numbers, out)
-        self._take(chosen)
-        for account, count in work:
-            accounts.grow(account, count)
+        self._take(chosen, work)
         self._freed([], [])
         return plan
 
@@ -352,12 +352,12 @@ class PagedPool(PoolLifecycle):
     def _expect_unwritten(self, where: str, chosen: Sequence[Taken]) -> None:
         self._free_memory.take(where, [taken.page_id for taken in chosen], [])
 
-    def _take(self, chosen: Sequence[Taken]) -> None:
-        """Give pages to their requests, the shared ones copied first."""
+    def _take(self, chosen: Sequence[Taken], work: Sequence[tuple[Account, int]] = ()) -> None:
+        """Give pages to their requests, the shared ones copied first, and count new rows."""
         for taken in chosen:
             if taken.source is not None:
                 self._memory.copy_page(taken.source, taken.page_id)
                 if self._poisons():
                     began = taken.column * self.layout.page_tokens
                     self._memory.poison_rows(taken.page_id, max(taken.account.length - began, 0))
-        self._accounts.take(chosen)
+        self._accounts.take(chosen, work)
