@@ -64,6 +64,25 @@ def test_graphs_need_a_gpu(refuses: Any) -> None:
         soak(1, graphs=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"steps": 0}, ("steps", "got 0")),
+        ({"steps": 2.5}, ("steps", "got 2.5")),
+        ({"seed": "x"}, ("seed", "got 'x'")),
+        ({"max_requests": 0}, ("max_requests", "got 0")),
+        ({"max_tokens": 0}, ("max_tokens", "got 0")),
+        ({"max_tokens": 61}, ("max_tokens", "block_tokens = 4", "got 61")),
+        ({"stages": 3}, ("stages", "got 3")),
+        ({"config": 3}, ("config", "int")),
+    ],
+)
+def test_soaks_that_show_nothing_are_refused(refuses: Any, change: dict[str, Any], parts: tuple[str, ...]) -> None:
+    arguments = {"steps": 1, "stages": "torch"} | change
+    with refuses(ArgumentError, "soak", *parts):
+        soak(arguments.pop("steps"), **arguments)
+
+
 def test_soak_is_a_function_of_its_seed() -> None:
     first, again, other = (soak(12, seed=seed, stages="torch", max_tokens=100) for seed in (3, 3, 4))
     assert first == again

@@ -8,7 +8,7 @@ import torch
 
 from flashqsa.attention import attend
 from flashqsa.cache import LayerCache
-from flashqsa.checks import values_are_checked
+from flashqsa.checks import expect_int, expect_type, values_are_checked
 from flashqsa.config import QSAConfig
 from flashqsa.errors import ArgumentError
 from flashqsa.plan import StepPlan
@@ -104,8 +104,10 @@ def soak(
 
     Raises:
         AssertionError: A row differs; the message names step, request, layer and rows.
-        ArgumentError: `graphs` on another device than CUDA, or with FLASHQSA_DEBUG=1, which waits.
+        ArgumentError: A number breaks a rule; or `graphs` on another device than CUDA, or with FLASHQSA_DEBUG=1, which
+            waits.
     """
+    _check(steps, seed, stages, config, max_requests, max_tokens)
     where = torch.device(device)
     if graphs and (where.type != "cuda" or values_are_checked(where)):
         raise ArgumentError(
@@ -119,3 +121,23 @@ def soak(
     for number in range(steps):
         server.step(number)
     return SoakReport(steps, server.opened, server.rows, server.layers.replays, dict(server.actions))
+
+
+def _check(steps: int, seed: int, stages: object, config: QSAConfig, max_requests: int, max_tokens: int) -> None:
+    """A soak that does nothing shows nothing: no step, no request or no token is a mistake."""
+    where = "soak"
+    expect_int(where, "steps", steps, least=1)
+    expect_int(where, "seed", seed, least=None)
+    expect_int(where, "max_requests", max_requests, least=1)
+    expect_type(where, "config", config, QSAConfig)
+    r = config.block_tokens
+    expect_int(where, "max_tokens", max_tokens, least=r)
+    if max_tokens % r:
+        raise ArgumentError(
+            f"{where}: max_tokens must be a multiple of block_tokens = {r}, got {max_tokens}. Round it to whole blocks."
+        )
+    if not isinstance(stages, str) and not callable(stages):
+        raise ArgumentError(
+            f"{where}: stages must be the name of a backend or a function, got {stages!r}. Pass a function that runs "
+            "one layer of a step."
+        )
