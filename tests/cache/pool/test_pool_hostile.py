@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from flashqsa import CacheLayout, ExportedRequest, PagedPool, PoolFullError
-from flashqsa.errors import ArgumentError, DeviceError, ShapeError
+from flashqsa.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
@@ -204,6 +206,13 @@ def test_the_default_device_of_torch_changes_nothing(make_serving: Any, draw_tok
     serving.step({"a": tokens, "b": draw_tokens(2, 2)})
     for name in "ab":
         serving.check_caches(name)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+def test_a_pool_is_neither_copied_nor_pickled(pool: PagedPool, refuses: Any, nothing_changes: Any, copied: Any) -> None:
+    """Caches of a pickled pool would be views of nothing that the pool copies, forks and exports."""
+    with nothing_changes(pool), refuses(UnsupportedError, "PagedPool", "copied or pickled", "2 requests", "Export"):
+        copied(pool)
 
 
 def test_what_is_no_plan_is_refused(pool: PagedPool, refuses: Any) -> None:

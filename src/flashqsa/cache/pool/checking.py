@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -112,7 +111,7 @@ class WrittenPages:
 
     def __init__(self, memory: PoolMemory) -> None:
         self._memory = memory
-        self._sums: WeakKeyDictionary[Account, torch.Tensor] = WeakKeyDictionary()
+        self._sums: dict[Account, torch.Tensor] = {}
 
     def check(self, where: str, account: Account, accounts: PoolAccounts) -> None:
         """Raise unless a request has all its rows, and has kept those that it had. Waits for the device.
@@ -138,6 +137,10 @@ class WrittenPages:
         known = 0 if sums is None else sums.shape[2]
         new = self._sums_of(account.page_ids[known : account.length // page_tokens])
         self._sums[account] = new if sums is None else torch.cat([sums, new], dim=2)
+
+    def forget(self, account: Account) -> None:
+        """A request is closed."""
+        self._sums.pop(account, None)
 
     def _sums_of(self, page_ids: Sequence[int]) -> torch.Tensor:
         """[3, layers, pages] weighted sums of all bytes."""

@@ -131,6 +131,7 @@ class PoolLifecycle:
         """
         account = self._accounts.account("PagedPool.close", request)
         self._freed(self._accounts.remove(account), [account.ring_id], account, account.page_ids)
+        self._written_pages.forget(account)
 
     def hold_prefix(self, request: Hashable, tokens: int | None = None) -> Prefix:
         """Keep the first tokens of a request in the pool after it is closed, for later requests with that prefix.

@@ -19,7 +19,7 @@ from flashqsa.cache.pool.steps import PlannedRequest, StepNumbers, expect_refill
 from flashqsa.cache.state import LayerCache
 from flashqsa.checks import expect_int, expect_type
 from flashqsa.config import QSAConfig
-from flashqsa.errors import ArgumentError
+from flashqsa.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from flashqsa.cache.pool.exported import ExportedRequest
@@ -161,6 +161,13 @@ class PagedPool(PoolLifecycle):
             layer_ids=config.qsa_layer_ids if layer_ids is None else layer_ids, k_scale=k_scale, v_scale=v_scale,
             model=model_of(config), poison=poison, device=device,
         )  # fmt: skip
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickled pool would have caches that are no longer views of its memory."""
+        raise UnsupportedError(
+            f"PagedPool: a pool must not be copied or pickled, got {self!r}. Export its requests, and import them into "
+            "another pool."
+        )
 
     def __repr__(self) -> str:
         used = self.num_pages - self.free_pages
