@@ -72,9 +72,11 @@ def main() -> None:
     figures["counts"] = {**collected, **{n: v for n, v in recorded.items() if n.startswith("calls")}}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     figures["commit"] = commit.stdout.strip()
-    figures["soaks"] = [soak for soak in figures.get("soaks", []) if soak["device"] != "cpu"] + soaks()
+    at = {"commit": figures["commit"]}  # of each soak: those of a GPU are older than the rest
+    figures["soaks"] = [soak for soak in figures.get("soaks", []) if soak["device"] != "cpu"]
+    figures["soaks"] += [soak | at for soak in soaks()]
     if given.soak:
-        lines = [json.loads(line) for line in given.soak.read_text().splitlines() if line.startswith("{")]
+        lines = [json.loads(line) | at for line in given.soak.read_text().splitlines() if line.startswith("{")]
         figures["soaks"] = [soak for soak in figures["soaks"] if soak["device"] == "cpu"] + lines
     if given.mutation:
         reports = [json.loads(path.read_text()) for path in given.mutation]

@@ -84,6 +84,7 @@ TITLES = {
     55: "the sparse path silently absent",
     56: "combinations of backends that nobody knows",
 }
+ACTIONS = {"admit", "fork", "hit", "hold", "hand_over", "close", "ragged", "padded_decode", "verify", "reuse", "abort"}
 BACKENDS = ("torch", "interpreter", "gpu", "compiled", "vllm")
 
 
@@ -209,7 +210,11 @@ def soak_row(name: str, soaks: list[dict[str, Any]]) -> list[str]:
         return []
     steps, requests, rows, replays = (sum(x[n] for x in soaks) for n in ("steps", "requests", "rows", "replays"))
     replayed = f", {replays:,} steps by one graph" if replays else ""
-    return [f"| {name} | {steps:,} steps, {requests:,} requests, {rows:,} rows compared in every layer{replayed} |"]
+    at = ", ".join(sorted({soak["commit"] for soak in soaks}))
+    return [
+        f"| {name} | {steps:,} steps in {len(soaks)} runs, {requests:,} requests, {rows:,} rows compared in every "
+        f"layer{replayed}; at {at} |"
+    ]
 
 
 def figures_table() -> str:
@@ -245,6 +250,19 @@ def figures_table() -> str:
 def test_figures_are_those_measured() -> None:
     text = DOCUMENT.read_text().split(MEASURED)[1].split(END_MEASURED)[0]
     assert text.strip() == figures_table(), "Write the figures anew: .venv/bin/python tests/testing/test_reliability.py"
+
+
+def test_soaks_are_as_long_as_they_are_said_to_be() -> None:
+    """Three seeds of 300 steps on the CPU, 2,000 steps of other seeds on a GPU with a graph, every action in each."""
+    soaks = json.loads(FIGURES.read_text())["soaks"]
+    cpu, gpu = ([soak for soak in soaks if (soak["device"] == "cpu") == where] for where in (True, False))
+    assert [(soak["steps"], soak["seed"], soak["stages"]) for soak in cpu] == [(300, n, "torch") for n in range(3)]
+    assert sum(soak["steps"] for soak in gpu) >= 2000
+    assert len({soak["seed"] for soak in gpu}) == len(gpu)
+    assert all(soak["graphs"] and soak["stages"] == "triton" and soak["replays"] > 30 for soak in gpu)
+    for soak in soaks:
+        assert set(soak["actions"]) >= ACTIONS
+        assert sum(soak["actions"].values()) == soak["steps"]
 
 
 def test_mutants_are_killed_or_explained() -> None:
