@@ -56,9 +56,59 @@ def edit_weights() -> Callable[[Callable[[dict[str, torch.Tensor]], Any]], Calla
     return of
 
 
+GENERATE_LAYER = {
+    "layer_id": int,
+    "rows": int,
+    "dense_rows": int,
+    "blocks_visible": int,
+    "blocks_selected": int,
+    "share_selected": float,
+}
+GENERATE_RUN = {
+    "token_ids": [int],
+    "text": (str, None),
+    "stopped": str,
+    "dtype": str,
+    "load_s": float,
+    "prefill_s": float,
+    "decode_s": float,
+    "total_s": float,
+    "prefill_tokens_per_s": float,
+    "decode_tokens_per_s": (float, None),
+    "peak_bytes": int,
+    "growth_bytes": int,
+    "share_selected": (float, None),
+    "operator_calls": {},
+    "layers": [GENERATE_LAYER],
+}
+GENERATE_DIFFERENCE = {
+    "index": int,
+    "stock_token_id": (int, None),
+    "flashqsa_token_id": (int, None),
+    "stock_margin": (float, None),
+    "flashqsa_margin": (float, None),
+}
+GENERATE_COMPARISON = {
+    "same_tokens": bool,
+    "first_difference": (GENERATE_DIFFERENCE, None),
+    "speed_ratio": {"prefill": float, "decode": (float, None), "total": float},
+}
+GENERATE = {
+    "checkpoint": str,
+    "prompt": {"source": str, "tokens": int, "chat": bool, "seed": (int, None)},
+    "max_new_tokens": int,
+    "prefill_chunk": int,
+    "device": str,
+    "threads": int,
+    "versions": {"flashqsa": str, "torch": str, "transformers": str},
+}
+
+
 @pytest.fixture
-def generate_json(capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """Runs `flashqsa generate ... --json` on the CPU and returns what it printed."""
+def generate_json(
+    capfd: pytest.CaptureFixture[str], assert_form: Callable[[Any, Any], None]
+) -> Callable[..., dict[str, Any]]:
+    """Runs `flashqsa generate ... --json` on the CPU and returns what it printed, which has its form."""
 
     def run(*words: Any) -> dict[str, Any]:
         capfd.readouterr()
@@ -66,6 +116,11 @@ def generate_json(capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[str, 
         captured = capfd.readouterr()
         assert captured.err == "", "nothing but the result where nobody watches"
         result: dict[str, Any] = json.loads(captured.out)
+        engine = words[words.index("--engine") + 1] if "--engine" in words else "flashqsa"
+        engines, comparison = (engine,), None
+        if "--compare" in words:
+            engines, comparison = ("stock", "flashqsa"), GENERATE_COMPARISON
+        assert_form(result, GENERATE | {"runs": dict.fromkeys(engines, GENERATE_RUN), "comparison": comparison})
         return result
 
     return run
