@@ -16,6 +16,7 @@ import torch
 from flashqsa.commands import bench as bench_command
 from flashqsa.commands.app import main
 from flashqsa.commands.bench_gate import first_difference
+from flashqsa.commands.bench_output import unsteady_lines
 from flashqsa.commands.bench_result import NAME, Measured, break_even
 from flashqsa.commands.bench_timing import Ceilings, Spread
 from flashqsa.commands.bench_workload import Setting, Workload
@@ -145,6 +146,19 @@ def test_break_even_is_where_dense_attention_is_last_faster() -> None:
     assert break_even(rows[:3])[0] is None
     assert "not faster than dense attention at 4,000" in break_even(rows[:3])[1]
     assert "at every context, from 2,000 tokens on" in break_even(rows[1:2])[1]
+
+
+def test_times_that_differ_much_are_told() -> None:
+    def measured(context: int, name: str, p20_us: float, p80_us: float) -> Measured:
+        steady = Spread(median_us=2.0, p20_us=2.0, p80_us=2.0, calls=7)
+        times = dict.fromkeys(("select", "select + attend", "dense"), steady)
+        times |= {name: Spread(median_us=2.0, p20_us=p20_us, p80_us=p80_us, calls=7)}
+        return Measured(context=context, times=times, floor_us=1.0, neighbour_overlap=None)
+
+    steady = [measured(1000, "select + attend", 2.0, 3.0), measured(2000, "select", 1.0, 9.0)]
+    assert list(unsteady_lines(steady)) == []
+    (line,) = unsteady_lines([*steady, measured(4000, "select + attend", 2.0, 3.1), measured(16000, "dense", 1.0, 2.0)])
+    assert line.startswith("unsteady: at 4,000, 16,000 tokens calls took very different times")
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 203), (6, 203), (50, 50)])

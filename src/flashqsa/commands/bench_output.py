@@ -13,6 +13,8 @@ from flashqsa.commands.bench_workload import Setting
 
 COLUMNS = ("prepare", "select", "attend", SPARSE, "floor", DENSE, "layer")
 WAITING = "..."
+UNSTEADY = 1.5
+"""From which ratio of the 80th to the 20th percentile on a median says little."""
 
 
 def headline(setting: Setting, checkpoint: str | None, threads: int) -> str:
@@ -59,11 +61,27 @@ def closing_lines(outcome: BenchOutcome, comparison: dict[str, Any] | None) -> I
     )
     yield f"backends: {', '.join(f'{stage} {backend}' for stage, backend in outcome.backends.items())}"
     yield f"break-even: {break_even(outcome.contexts)[1]}"
+    yield from unsteady_lines(outcome.contexts)
     if comparison is None:
         return
     yield f"change: both over that of {comparison['file']}, below 1 is faster now"
     if comparison["differences"]:
         yield f"not comparable as it stands: {', '.join(comparison['differences'])} differ"
+
+
+def unsteady_lines(measured: Sequence[Measured]) -> Iterator[str]:
+    """A line about contexts where calls of selection and attention, or of dense attention, took very different times."""
+    contexts = [
+        f"{found.context:,}"
+        for found in measured
+        if any(found.times[name].p80_us > UNSTEADY * found.times[name].p20_us for name in (SPARSE, DENSE)
+               if name in found.times)
+    ]  # fmt: skip
+    if contexts:
+        yield (
+            f"unsteady: at {', '.join(contexts)} tokens calls took very different times, which medians do not show; "
+            "leave nothing else running"
+        )
 
 
 def _ms(microseconds: float) -> str:
