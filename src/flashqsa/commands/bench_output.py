@@ -70,7 +70,7 @@ def closing_lines(outcome: BenchOutcome, comparison: dict[str, Any] | None) -> I
 
 
 def unsteady_lines(measured: Sequence[Measured]) -> Iterator[str]:
-    """A line about contexts where calls of selection and attention, or of dense attention, took very different times."""
+    """A line about contexts where calls of selection and attention, or of dense attention, vary much in time."""
     contexts = [
         f"{found.context:,}"
         for found in measured
