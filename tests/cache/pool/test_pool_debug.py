@@ -125,6 +125,14 @@ def test_a_layer_that_did_not_run_is_found(
         CALLS[call](pool)
 
 
+def test_the_very_first_token_is_looked_at(make_serving: Any, refuses: Any) -> None:
+    pool = make_serving().pool
+    pool.open("a")
+    pool.plan_step({"a": 1})
+    with refuses(ArgumentError, "PagedPool.export_request", "request 'a'", "layer 3", "k_pages at token 0"):
+        pool.export_request("a")
+
+
 def test_a_step_that_is_taken_back_unwritten_is_no_fault(make_serving: Any, draw_tokens: Any) -> None:
     serving = make_serving()
     pool = serving.pool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import pickle
 import signal
@@ -169,6 +170,35 @@ def test_no_gradient_reaches_the_pool(pool: PagedPool, tmp_path: Path) -> None:
     pool.plan_step({"a": 1, "b": 1})
     assert not any(listed.tensor.requires_grad for listed in pool.tensors())
     assert not any(x.requires_grad for x in pool.export_request("c").tensors.values())
+
+
+def test_layers_that_run_with_gradients_leave_no_graph(
+    make_serving: Any, draw_tokens: Any, run_step: Any, request: pytest.FixtureRequest
+) -> None:
+    """They need not know of each other, and the next step lets go of what they have put into the caches."""
+    serving = make_serving()
+    pool = serving.pool
+    projections = run_step.__wrapped__.__globals__["projections"]
+    for layer_id in pool.layer_ids:
+        keys = projections(layer_id, torch.float32, torch.device("cpu")).k
+        keys.requires_grad_()
+        request.addfinalizer(keys.detach_)
+        request.addfinalizer(functools.partial(keys.requires_grad_, False))
+    serving.open("a")
+    for rows in (21, 1, 5):
+        tokens = draw_tokens(rows, rows)
+        plan = pool.plan_step({"a": rows})
+        assert not any(listed.tensor.requires_grad for listed in pool.tensors())
+        run_step.__wrapped__(pool.caches, plan, torch.tensor(tokens))
+        assert pool.caches[1].k_pages.requires_grad, "the layers did run with gradients"
+        serving.tokens["a"] += tokens
+    pool.fork("a", "b")
+    serving.tokens["b"] = list(serving.tokens["a"])
+    assert not any(x.requires_grad for x in pool.export_request("b").tensors.values())
+    with torch.no_grad():
+        serving.step({"a": draw_tokens(3, 1), "b": draw_tokens(2, 2)})
+        for name in "ab":
+            serving.check_caches(name)
 
 
 def test_a_pool_made_in_inference_mode_goes_on_outside_it(refuses: Any) -> None:

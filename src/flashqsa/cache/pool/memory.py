@@ -88,7 +88,8 @@ class PoolMemory:
     ) -> tuple[LayerCache, ...]:
         return tuple(
             LayerCache(
-                self.k[i], self.v[i], self.block_keys[i], self.ring[i], self.ring_positions[i],
+                self.k[i].detach(), self.v[i].detach(), self.block_keys[i].detach(), self.ring[i].detach(),
+                self.ring_positions[i].detach(),  # no views to autograd: what a layer writes concerns no other one
                 k_scale=k_scales[i], v_scale=v_scales[i], layer_id=layer_id,
             )
             for i, layer_id in enumerate(layer_ids)
@@ -115,19 +116,23 @@ class PoolMemory:
                 listed.append(PoolTensor(f"layer.{cache.layer_id}.{name}", tensor, row_tokens, shareable))
         return listed
 
-    @torch.no_grad()
+    def drop_graphs(self) -> None:
+        """Let go of what layers that ran with gradients have put into the caches, or it would grow step by step."""
+        for cache in self.caches:
+            for tensor in (cache.k_pages, cache.v_pages, cache.block_keys, cache.ring):
+                if tensor is not None and tensor.requires_grad:
+                    tensor.detach_()
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every layer. Plain numbers and views: nothing is uploaded."""
         for tensor in self.paged:
             tensor[:, target].copy_(tensor[:, source])
 
-    @torch.no_grad()
     def copy_ring(self, source: int, target: int) -> None:
         """Copy a ring in every layer."""
         for tensor in (self.ring, self.ring_positions):
             tensor[:, target].copy_(tensor[:, source])
 
-    @torch.no_grad()
     def forget_ring(self, ring_id: int) -> None:
         """Mark every place of a ring as empty, so that preparation refuses to read it."""
         self.ring_positions[:, ring_id].fill_(NO_POSITION)
@@ -151,7 +156,6 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
-@torch.no_grad()
 def _poison(tensor: torch.Tensor) -> None:
     raw(tensor).fill_(FP8_NAN if tensor.dtype == FP8 else float("nan"))
 

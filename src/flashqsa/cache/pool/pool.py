@@ -268,6 +268,7 @@ class PagedPool(PoolLifecycle):
         for account, _ in work:
             self._expect_written(where, account)
         self._expect_unwritten(where, chosen)
+        self._memory.drop_graphs()
         plan = fill_plan(planned, shape, self._numbers, out)
         self._take(chosen, work)
         self._freed([], [])
