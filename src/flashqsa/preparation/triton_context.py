@@ -28,6 +28,9 @@ from flashqsa.preparation.triton_prepare import (
     _tile,
 )
 
+ALIGNED_BYTES = 16
+"""Triton compiles a kernel apart for addresses that are multiples of it."""
+
 FAR = tl.constexpr(1 << 30)
 """More tokens than a cache has: the ring of raw keys never turns."""
 
@@ -202,10 +205,12 @@ def prepare_context_triton(
     out_index_q = q_gate.new_empty((num_rows, index_heads, index_dim))
     if num_rows == 0:
         return out_q, out_index_q
-    elements = TILE_ELEMENTS[num_rows > FEW_ROWS]
+    if cos.shape[-1] * cos.element_size() % ALIGNED_BYTES and not all(x.data_ptr() % ALIGNED_BYTES for x in (cos, sin)):
+        cos, sin = _unaligned(cos), _unaligned(sin)
+    elements, block_rows = (sizes[num_rows > FEW_ROWS] for sizes in (TILE_ELEMENTS, BLOCK_ROWS))
     q_tile, kv_tile = _tile(q_heads, dim, elements), _tile(kv_heads, dim, elements)
     index_tile = _tile(index_heads, index_dim, elements)
-    end_blocks = -(-num_rows // BLOCK_ROWS)
+    end_blocks = -(-num_rows // block_rows)
     end_keys = end_blocks + num_rows * -(-kv_heads // kv_tile)
     most_splits = -(-MOST_PROGRAMS // num_rows)
     splits, index_splits = min(-(-q_heads // q_tile), most_splits), min(-(-index_heads // index_tile), most_splits)
@@ -222,8 +227,17 @@ def prepare_context_triton(
         *raw_keys.stride()[:2], *keys.stride()[:2],
         Q_HEADS=q_heads, KV_HEADS=kv_heads, INDEX_HEADS=index_heads, DIM=dim, INDEX_DIM=index_dim, HALF=cos.shape[-1],
         BLOCK_D=_padded(dim), BLOCK_INDEX_DIM=_padded(index_dim), Q_TILE=q_tile, KV_TILE=kv_tile, INDEX_TILE=index_tile,
-        BLOCK_TOKENS=block_tokens, WITH_BLOCKS=with_blocks, BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_TOKENS=block_tokens, WITH_BLOCKS=with_blocks, BLOCK_ROWS=block_rows,
         UNROLLED=block_tokens <= UNROLLED_MEMBERS, PAST_ON_DEVICE=not isinstance(past, int), enable_fp_fusion=False,
         num_warps=1, **overlapping(q_gate.device),
     )  # fmt: skip
     return out_q, out_index_q
+
+
+def _unaligned(angles):
+    """A copy of the angles at an address that is not aligned.
+
+    Where a row of angles is no multiple of the alignment, some first rows are aligned and others not. The two kernels
+    may spread heads over threads in different ways and so add squares in another order; all steps run one of them.
+    """
+    return angles.new_empty(angles.numel() + 1)[1:].view(angles.shape).copy_(angles)

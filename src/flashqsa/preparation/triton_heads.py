@@ -24,6 +24,15 @@ def load_heads(ptr, at, live, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
+def divided(x, COUNT: tl.constexpr):
+    """fp32 numbers by a whole one, correctly rounded; by a power of two a product is that too, and is shorter."""
+    if COUNT & (COUNT - 1) == 0:
+        return x * (1.0 / COUNT)
+    else:
+        return tl.math.div_rn(x, tl.full(x.shape, COUNT, tl.float32))
+
+
+@triton.jit
 def _sum_of_squares(x, DIM: tl.constexpr):
     """[N] sum of squares, fp32, the same bits in whatever order they are added.
 
@@ -63,7 +72,7 @@ def norm_heads(
     of_partner = 1.0 + of_partner.to(tl.float32)
     x, partner = x.to(tl.float32), partner.to(tl.float32)
     squares = _sum_of_squares(x, DIM) if ANY_ORDER else tl.sum(x * x, 1)
-    scale = tl.math.rsqrt(tl.math.div_rn(squares, tl.full(squares.shape, DIM, tl.float32)) + eps)[:, None]
+    scale = tl.math.rsqrt(divided(squares, DIM) + eps)[:, None]
     x = (x * scale * weight[None, :]).to(model_dtype).to(tl.float32)
     partner = (partner * scale * of_partner[None, :]).to(model_dtype).to(tl.float32)
     return x, partner

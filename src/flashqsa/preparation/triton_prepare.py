@@ -21,6 +21,7 @@ import triton.language as tl
 from flashqsa.checks import FP8
 from flashqsa.launching import launched_where, overlapping, wait_for_previous
 from flashqsa.preparation.triton_heads import (
+    divided,
     load_angles,
     load_heads,
     load_positions,
@@ -42,8 +43,8 @@ MOST_PROGRAMS = 8192
 UNROLLED_MEMBERS = 8
 """Members of a block up to which pooling asks for all of them at once."""
 
-BLOCK_ROWS = 4
-"""Rows that one program looks at for blocks to pool."""
+BLOCK_ROWS = (1, 4)
+"""Rows that one program looks at for blocks to pool, up to FEW_ROWS rows and above."""
 
 MOST_RING_ROWS = 4
 """Ring rows that a request's program writes at once."""
@@ -102,9 +103,7 @@ def _mean_of_members(
             a, b = _member(member, first_row, start, index_ptr, stride_it, ring_ptr, ring_at, began, stride_rs, live,
                            DIM, HALF, BLOCK_D, RING_TOKENS, FROM_RING)  # fmt: skip
             x, partner = x + a, partner + b
-    x = tl.math.div_rn(x, tl.full(x.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
-    partner = tl.math.div_rn(partner, tl.full(partner.shape, BLOCK_TOKENS, tl.float32)).to(dtype)
-    return x, partner
+    return divided(x, BLOCK_TOKENS).to(dtype), divided(partner, BLOCK_TOKENS).to(dtype)
 
 
 @triton.jit
@@ -153,7 +152,7 @@ def _close_blocks(
 
 @triton.jit
 def _close_open_block(
-    start, end, own, ring_id, token_positions_ptr, closed_ptr, index_ptr, stride_it, ring_ptr, stride_rr, stride_rs,
+    start, end, position, own, ring_id, closed_ptr, index_ptr, stride_it, ring_ptr, stride_rr, stride_rs,
     num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages, stride_bp, stride_bs, weight_ptr,
     eps, table_ptr, stride_table, last_position,
     PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr, RING_TOKENS: tl.constexpr,
@@ -161,23 +160,23 @@ def _close_open_block(
     HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     """Pool the block of a request that began before the step, if the step closes it."""
-    position = tl.load(token_positions_ptr + start, mask=own, other=0)
     older = position % BLOCK_TOKENS
     row = start + BLOCK_TOKENS - 1 - older
-    if own & (older > 0) & (row < end) & (ring_id >= 0) & (ring_id < num_rings):
+    if (position >= 0) & (older > 0) & (row < end) & (ring_id >= 0) & (ring_id < num_rings):
         one = tl.arange(0, 1)
-        slot = tl.load(closed_ptr + row + one)
-        at, live = _page_offsets(slot, num_block_pages, stride_bp, stride_bs, PAGE_BLOCKS)
+        slot = tl.where(own, tl.load(closed_ptr + row + one), -1)
+        at, placed = _page_offsets(slot, num_block_pages, stride_bp, stride_bs, PAGE_BLOCKS)
         began = position - older + one  # token of the first member; the ring holds it at began % RING_TOKENS
         ring = ring_id.to(tl.int64) + one
+        there = one >= 0  # the ring is read before it is known whether the block has a slot
         x, partner = _mean_of_members(
-            start - older + one, start, index_ptr, stride_it, ring_ptr, ring * stride_rr, began, stride_rs, live,
+            start - older + one, start, index_ptr, stride_it, ring_ptr, ring * stride_rr, began, stride_rs, there,
             BLOCK_TOKENS, UNROLLED, DIM, HALF, BLOCK_D, RING_TOKENS, True,
         )  # fmt: skip
         place = ring * stride_sr + began % RING_TOKENS * stride_ss
-        time, height, width = load_positions(ring_positions_ptr, place, 1, live, AXES)
+        time, height, width = load_positions(ring_positions_ptr, place, 1, there, AXES)
         _store_block_keys(
-            x, partner, at, time, height, width, live, weight_ptr, eps, table_ptr, stride_table,
+            x, partner, at, time, height, width, placed, weight_ptr, eps, table_ptr, stride_table,
             last_position, keys_ptr, DIM, HALF, BLOCK_D, HEIGHTS, WIDTHS,
         )  # fmt: skip
 
@@ -308,7 +307,7 @@ def _prepare_queries(
 
 
 @triton.jit(do_not_specialize=[
-    "positions_ptr", "k_scale_ptr", "v_scale_ptr", "request_ids_ptr", "token_positions_ptr", "slot_ids_ptr",
+    "positions_ptr", "k_scale_ptr", "v_scale_ptr", "request_ids_ptr", "seq_lens_ptr", "slot_ids_ptr",
     "closed_ptr", "ring_slots_ptr", "query_starts_ptr", "ring_ids_ptr", "stride_pa",
     "num_rows", "num_requests", "last_position", "num_pages", "num_block_pages", "num_rings", "end_requests",
     "end_blocks", "end_keys", "end_index", "splits", "index_splits",
@@ -316,7 +315,7 @@ def _prepare_queries(
 def _prepare_kernel(
     q_gate_ptr, k_ptr, v_ptr, index_ptr, raw_ptr, positions_ptr, table_ptr, q_weight_ptr, k_weight_ptr,
     index_q_weight_ptr, index_k_weight_ptr, gate_ptr, out_q_ptr, out_gate_ptr, out_index_ptr, k_pages_ptr, v_pages_ptr,
-    keys_ptr, ring_ptr, ring_positions_ptr, k_scale_ptr, v_scale_ptr, request_ids_ptr, token_positions_ptr,
+    keys_ptr, ring_ptr, ring_positions_ptr, k_scale_ptr, v_scale_ptr, request_ids_ptr, seq_lens_ptr,
     slot_ids_ptr, closed_ptr, ring_slots_ptr, query_starts_ptr, ring_ids_ptr, eps, k_scale, v_scale, num_rows,
     num_requests, last_position, num_pages, num_block_pages, num_rings, end_requests, end_blocks, end_keys, end_index,
     splits, index_splits, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_it, stride_ih,
@@ -339,7 +338,8 @@ def _prepare_kernel(
     if pid < end_requests:
         if HAS_RING:
             start = tl.maximum(tl.load(query_starts_ptr + pid), 0).to(tl.int64)
-            end = tl.minimum(tl.load(query_starts_ptr + pid + 1), num_rows).to(tl.int64)
+            last = tl.load(query_starts_ptr + pid + 1).to(tl.int64)
+            end = tl.minimum(last, num_rows)
             first_row = tl.maximum(start, end - RING_TOKENS)
             slot, raw_keys, time, height, width = _load_ring_rows(
                 first_row, end, num_requests, request_ids_ptr, ring_slots_ptr, raw_ptr, stride_it, positions_ptr,
@@ -348,8 +348,9 @@ def _prepare_kernel(
             if POOLS_OPEN:
                 ring_id = tl.load(ring_ids_ptr + pid)
                 _, own = _live_rows(request_ids_ptr, start, start < end, num_requests)
+                position = tl.load(seq_lens_ptr + pid) - (last - start)  # of the first row, told without reading it
                 _close_open_block(
-                    start, end, own, ring_id, token_positions_ptr, closed_ptr, raw_ptr, stride_it, ring_ptr, stride_rr,
+                    start, end, position, own, ring_id, closed_ptr, raw_ptr, stride_it, ring_ptr, stride_rr,
                     stride_rs, num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages,
                     stride_bp, stride_bs, index_k_weight_ptr, eps, table_ptr, stride_table, last_position, PAGE_BLOCKS,
                     BLOCK_TOKENS, UNROLLED, RING_TOKENS, INDEX_DIM, HALF, BLOCK_INDEX_DIM, AXES, HEIGHTS,
@@ -413,11 +414,11 @@ def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, p
     gate = q_gate[..., dim:]
     keys, ring, ring_positions = cache.block_keys, cache.ring, cache.ring_positions
     pools_open = keys is not None and ring is not None and plan.ring_ids is not None
-    elements = TILE_ELEMENTS[rows > FEW_ROWS]
+    elements, block_rows = (sizes[rows > FEW_ROWS] for sizes in (TILE_ELEMENTS, BLOCK_ROWS))
     q_tile, kv_tile = _tile(q_heads, dim, elements), _tile(kv_heads, dim, elements)
     index_tile = _tile(index_heads, index_dim, elements)
     end_requests = plan.num_requests if ring is not None and rows else 0
-    end_blocks = end_requests + (-(-rows // BLOCK_ROWS) if keys is not None else 0)
+    end_blocks = end_requests + (-(-rows // block_rows) if keys is not None else 0)
     end_keys = end_blocks + rows * -(-kv_heads // kv_tile)
     most_splits = -(-MOST_PROGRAMS // max(rows, 1))
     splits, index_splits = min(-(-q_heads // q_tile), most_splits), min(-(-index_heads // index_tile), most_splits)
@@ -434,7 +435,7 @@ def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, p
         q_gate, k, v, index_qk, index_qk[:, -1], rope_positions, rope.cos_sin, norms.q, norms.k, norms.index_q,
         norms.index_k, gate, out.q, out.gate, out_index_q, k_pages, v_pages, block_keys, ring, ring_positions,
         cache.k_scale if k_mode == 2 else norms.k, cache.v_scale if v_mode == 2 else norms.k, plan.request_ids,
-        plan.positions, plan.slot_ids, plan.closed_block_slot_ids, plan.ring_slot_ids, plan.query_starts,
+        plan.seq_lens, plan.slot_ids, plan.closed_block_slot_ids, plan.ring_slot_ids, plan.query_starts,
         plan.ring_ids if pools_open else plan.query_starts, norms.eps, float(cache.k_scale) if k_mode == 1 else 1.0,
         float(cache.v_scale) if v_mode == 1 else 1.0, rows, plan.num_requests, rope.cos_sin.shape[0] - 1,
         k_pages.shape[0], block_keys.shape[0], ring.shape[0], end_requests, end_blocks, end_keys, end_index, splits,
@@ -448,7 +449,7 @@ def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, p
         AXES=3 if max(section[1:]) > 0 else 1, HEIGHTS=section[1], WIDTHS=section[2], PAGE_TOKENS=k_pages.shape[1],
         PAGE_BLOCKS=block_keys.shape[1], BLOCK_TOKENS=plan.block_tokens, RING_TOKENS=ring.shape[1],
         HAS_RING=cache.ring is not None, HAS_BLOCKS=keys is not None, POOLS_OPEN=pools_open,
-        COPY_GATE=out.gate.data_ptr() != gate.data_ptr(), K_SCALED=k_mode, V_SCALED=v_mode, BLOCK_ROWS=BLOCK_ROWS,
+        COPY_GATE=out.gate.data_ptr() != gate.data_ptr(), K_SCALED=k_mode, V_SCALED=v_mode, BLOCK_ROWS=block_rows,
         RING_ROWS=min(MOST_RING_ROWS, _padded(ring.shape[1])), UNROLLED=plan.block_tokens <= UNROLLED_MEMBERS,
         enable_fp_fusion=False, num_warps=1, **overlapping(q_gate.device),
     )  # fmt: skip
