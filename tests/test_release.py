@@ -95,7 +95,7 @@ def test_wheel_and_source_distribution(tmp_path: Path) -> None:
     _build(ROOT, tmp_path, "wheel", "sdist")
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0].split("-")[0] for name in packed} == {"flashqsa"}
+    assert {name.split("/")[0].split("-")[0] for name in packed} == {"flashqsa", "flashqsa_command"}
     kept = {name for name in packed if "dist-info" in name}
     assert {name.rpartition("/")[2] for name in kept} >= {"LICENSE", "NOTICE", "METADATA", "entry_points.txt"}
     own = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
