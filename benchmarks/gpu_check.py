@@ -1,8 +1,8 @@
-"""`python -m benchmarks gpu-check`: the tests that need a CUDA GPU, counted, then a short soak under compute-sanitizer.
+"""`python -m benchmarks gpu-check`: the tests that need a CUDA GPU, counted, and a short soak under compute-sanitizer.
 
-Tests run in several processes, since most of their time is compilation. Each test of a fault that was reported for this
-or a related library carries the fault's number in its name; numbers that have to be shown on a GPU and have no passed
-test fail the check.
+Tests run in several processes, since most of their time is compilation, and the soak in another one beside them. Each
+test of a fault that was reported for this or a related library carries the fault's number in its name; numbers that have
+to be shown on a GPU and have no passed test fail the check.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -136,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cores = os.cpu_count() or 2
     parser.add_argument("--workers", type=int, default=max(1, min(MOST_WORKERS, cores - 1)), help="processes")
     parser.add_argument("--tools", default="memcheck", help="tools of compute-sanitizer, by commas; empty for none")
-    parser.add_argument("--tool-limit-s", type=int, default=120, help="seconds that a tool may take")
+    parser.add_argument("--tool-limit-s", type=int, default=240, help="seconds that a tool may take")
     parser.add_argument("--commit", default=None, help="commit to print where the checkout has no git")
     parser.add_argument("words", nargs="*", help="further words for pytest, after --")
 
@@ -147,21 +148,27 @@ def run(options: argparse.Namespace) -> int:
         print("gpu-check: needs a CUDA GPU, found none.", file=sys.stderr)
         return 2
     begun = time.monotonic()
-    code, outcome = run_tests(options.workers, options.words)
-    facts = gpu_environment(options.commit)
-    print(f"\ngpu-check: {', '.join(f'{name} {value}' for name, value in facts.items())}")
-    counted = ", ".join(f"{outcome.counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
-    print(f"tests: {counted} in {time.monotonic() - begun:.0f} s, {options.workers} workers")
-    for name in outcome.failed:
-        print(f"failed: {name}")
-    shown = ", ".join(f"{number} ({count})" for number, count in sorted(outcome.faults.items()))
-    print(f"faults shown (tests): {shown}")
-    missing = [] if options.words else outcome.missing_faults()
-    print(f"faults without a passed test: {', '.join(map(str, missing)) or 'none'}", flush=True)
-    fine, sanitizer = True, find_sanitizer()
-    for tool in filter(None, options.tools.split(",")):
-        good, said = sanitize(sanitizer, tool, options.tool_limit_s) if sanitizer else (True, "not run (not found)")
-        fine &= good
-        print(f"compute-sanitizer {tool}: {said}", flush=True)
+    sanitizer = find_sanitizer()
+    with ThreadPoolExecutor() as beside:
+        looked = {
+            tool: beside.submit(sanitize, sanitizer, tool, options.tool_limit_s) if sanitizer else None
+            for tool in filter(None, options.tools.split(","))
+        }
+        code, outcome = run_tests(options.workers, options.words)
+        facts = gpu_environment(options.commit)
+        print(f"\ngpu-check: {', '.join(f'{name} {value}' for name, value in facts.items())}")
+        counted = ", ".join(f"{outcome.counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+        print(f"tests: {counted} in {time.monotonic() - begun:.0f} s, {options.workers} workers")
+        for name in outcome.failed:
+            print(f"failed: {name}")
+        shown = ", ".join(f"{number} ({count})" for number, count in sorted(outcome.faults.items()))
+        print(f"faults shown (tests): {shown}")
+        missing = [] if options.words else outcome.missing_faults()
+        print(f"faults without a passed test: {', '.join(map(str, missing)) or 'none'}", flush=True)
+        fine = True
+        for tool, future in looked.items():
+            good, said = future.result() if future else (True, "not run (not found)")
+            fine &= good
+            print(f"compute-sanitizer {tool}: {said}", flush=True)
     print(f"took {time.monotonic() - begun:.0f} s")
     return int(code != 0 or bool(missing) or not fine)
