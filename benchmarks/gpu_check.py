@@ -1,8 +1,8 @@
 """`python -m benchmarks gpu-check`: the tests that need a CUDA GPU, counted, and a short soak under compute-sanitizer.
 
 Tests run in several processes, since most of their time is compilation, and the soak in another one beside them. Each
-test of a fault that was reported for this or a related library carries the fault's number in its name; numbers that have
-to be shown on a GPU and have no passed test fail the check.
+test of a fault that was reported for this or a related library carries the fault's number in its name; numbers that
+have to be shown on a GPU and have no passed test fail the check.
 """
 
 from __future__ import annotations
