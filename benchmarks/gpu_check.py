@@ -92,7 +92,7 @@ def run_tests(workers: int, words: Sequence[str]) -> tuple[int, Outcome]:
         report = Path(folder) / "report.xml"
         command = [
             sys.executable, "-m", "pytest", *test_paths(), "-m", "gpu", "-n", str(workers), "--dist", "worksteal", "-q",
-            "--durations=8", f"--junit-xml={report}", *words,
+            "-p", "no:benchmark", "--durations=8", f"--junit-xml={report}", *words,
         ]  # fmt: skip
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
         return code, Outcome.read(report)

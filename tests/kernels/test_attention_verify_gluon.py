@@ -88,8 +88,8 @@ def test_rows_within_the_error_budget(
 ) -> None:  # fmt: skip
     """Lists of one span and of many; and again on the same plan, for a race would differ."""
     case = dataclasses.replace(
-        CASE, requests=(*NARROW, (2100, 4)), padding_rows=2, padding_requests=1, dtype=dtype, q_heads=heads[0], kv_heads=heads[1], head_dim=head_dim,
-        page_tokens=page_tokens, layout=layout, request_seeds=None,
+        CASE, requests=(*NARROW, (2100, 4)), padding_rows=2, padding_requests=1, dtype=dtype, q_heads=heads[0],
+        kv_heads=heads[1], head_dim=head_dim, page_tokens=page_tokens, layout=layout, request_seeds=None,
     )  # fmt: skip
     step = make_step(case, seed=72, device=device)
     selection = choose(step)

@@ -247,7 +247,8 @@ def test_fault_6_tiles_change_no_bit(heads: int, device: torch.device) -> None:
     wanted = _scores(step, ScoreKernelConfig(), slice(0, step.num_rows))
     assert torch.equal(wanted != -7, torch.arange(wanted.shape[1], device=device) < visible)
     tiles = (
-        ScoreKernelConfig(rows=16, stages=1, programs=1), ScoreKernelConfig(block_m=128, rows=4, programs=50),
+        ScoreKernelConfig(rows=16, stages=1, programs=1, pages_ahead=3),
+        ScoreKernelConfig(block_m=128, rows=4, programs=50),
         ScoreKernelConfig(rows=64 if heads < 8 else 16, stages=2), ScoreKernelConfig(block_m=32, rows=1, stages=1),
     )  # fmt: skip
     for config in tiles:

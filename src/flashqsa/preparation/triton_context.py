@@ -207,12 +207,13 @@ def prepare_context_triton(
         return out_q, out_index_q
     if cos.shape[-1] * cos.element_size() % ALIGNED_BYTES and not all(x.data_ptr() % ALIGNED_BYTES for x in (cos, sin)):
         cos, sin = _unaligned(cos), _unaligned(sin)
-    elements, block_rows = (sizes[num_rows > FEW_ROWS] for sizes in (TILE_ELEMENTS, BLOCK_ROWS))
+    sizes = (TILE_ELEMENTS, BLOCK_ROWS, MOST_PROGRAMS)
+    elements, block_rows, most_programs = (size[num_rows > FEW_ROWS] for size in sizes)
     q_tile, kv_tile = _tile(q_heads, dim, elements), _tile(kv_heads, dim, elements)
     index_tile = _tile(index_heads, index_dim, elements)
     end_blocks = -(-num_rows // block_rows)
     end_keys = end_blocks + num_rows * -(-kv_heads // kv_tile)
-    most_splits = -(-MOST_PROGRAMS // num_rows)
+    most_splits = -(-most_programs // num_rows)
     splits, index_splits = min(-(-q_heads // q_tile), most_splits), min(-(-index_heads // index_tile), most_splits)
     end_index = end_keys + num_rows * index_splits
     with_blocks = block_keys is not None

@@ -37,8 +37,8 @@ TILE_ELEMENTS = (256, 512)
 A program is one warp in which every head lies alike: its sum has the same bits in every tile.
 """
 
-MOST_PROGRAMS = 8192
-"""Query programs up to which a row's heads are shared among several: enough to fill a device."""
+MOST_PROGRAMS = (2048, 8192)
+"""Query programs up to which a row's heads are shared among several, up to FEW_ROWS rows and above."""
 
 UNROLLED_MEMBERS = 8
 """Members of a block up to which pooling asks for all of them at once."""
@@ -414,13 +414,14 @@ def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, p
     gate = q_gate[..., dim:]
     keys, ring, ring_positions = cache.block_keys, cache.ring, cache.ring_positions
     pools_open = keys is not None and ring is not None and plan.ring_ids is not None
-    elements, block_rows = (sizes[rows > FEW_ROWS] for sizes in (TILE_ELEMENTS, BLOCK_ROWS))
+    sizes = (TILE_ELEMENTS, BLOCK_ROWS, MOST_PROGRAMS)
+    elements, block_rows, most_programs = (size[rows > FEW_ROWS] for size in sizes)
     q_tile, kv_tile = _tile(q_heads, dim, elements), _tile(kv_heads, dim, elements)
     index_tile = _tile(index_heads, index_dim, elements)
     end_requests = plan.num_requests if ring is not None and rows else 0
     end_blocks = end_requests + (-(-rows // block_rows) if keys is not None else 0)
     end_keys = end_blocks + rows * -(-kv_heads // kv_tile)
-    most_splits = -(-MOST_PROGRAMS // max(rows, 1))
+    most_splits = -(-most_programs // max(rows, 1))
     splits, index_splits = min(-(-q_heads // q_tile), most_splits), min(-(-index_heads // index_tile), most_splits)
     end_index = end_keys + rows * index_splits
     grid = end_index + rows * splits

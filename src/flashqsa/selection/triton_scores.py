@@ -136,7 +136,7 @@ def _score_blocks_kernel(
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr, PAGED: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, ONE_ROW: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr, Q_WORDS: tl.constexpr,
-    STAGES: tl.constexpr, GIVEN: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr,
+    STAGES: tl.constexpr, GIVEN: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, PAGES_AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
@@ -153,7 +153,10 @@ def _score_blocks_kernel(
     # what needs no other load comes first: every further trip to memory delays a program that has few tiles
     if PAGED:
         table_ptr = page_table_ptr + request.to(tl.int64) * stride_pr
-        next_page = _load_page_ids(table_ptr, first, key, table_blocks, PAGE_BLOCKS, WHOLE_PAGES)
+        page_0 = _load_page_ids(table_ptr, first, key, table_blocks, PAGE_BLOCKS, WHOLE_PAGES)
+        if PAGES_AHEAD > 1:
+            page_1 = _load_page_ids(table_ptr, first + step, key, table_blocks, PAGE_BLOCKS, WHOLE_PAGES)
+            page_2 = _load_page_ids(table_ptr, first + 2 * step, key, table_blocks, PAGE_BLOCKS, WHOLE_PAGES)
     else:
         first_block = tl.load(first_blocks_ptr + request).to(tl.int64)
     start = tl.load(query_starts_ptr + request)
@@ -204,8 +207,14 @@ def _score_blocks_kernel(
     to_largest = largest_ptr + tl.arange(0, ROWS).to(tl.int64)[None, :] * stride_l
     for block_start in tl.range(first, most, step, num_stages=STAGES):
         if PAGED:  # page ids are carried: the loads of keys, some tiles ahead, never wait for them
-            page = next_page
-            next_page = _load_page_ids(table_ptr, block_start + step, key, most, PAGE_BLOCKS, WHOLE_PAGES)
+            page = page_0
+            if PAGES_AHEAD > 1:
+                # the clamp below in two steps: Triton pipelines no loop that hands a value on unchanged
+                page_0 = tl.minimum(page_1, 2147483646)
+                page_1 = tl.maximum(page_2, -1)
+                page_2 = _load_page_ids(table_ptr, block_start + 3 * step, key, most, PAGE_BLOCKS, WHOLE_PAGES)
+            else:
+                page_0 = _load_page_ids(table_ptr, block_start + step, key, most, PAGE_BLOCKS, WHOLE_PAGES)
             place = key % PAGE_BLOCKS if WHOLE_PAGES else (block_start + key) % PAGE_BLOCKS
         else:
             slot = first_block + tl.minimum(block_start + key, most - 1)
@@ -268,6 +277,8 @@ class ScoreKernelConfig:
         paired: Whether a thread holds blocks 2 r and 2 r + 1 instead of r and r + 8: fewer steps to the largest of a
             group. Only for products whose accumulators are known to lie so: Triton 3.6 reduces wrongly over lanes that
             are not neighbours.
+        pages_ahead: Tiles by which page ids are loaded before the keys are, 1 or 3: a program with little to do a tile
+            is done with it before they are there.
     """
 
     block_m: int = 64
@@ -276,6 +287,7 @@ class ScoreKernelConfig:
     warps: int = 4
     programs: int = 4
     paired: bool = False
+    pages_ahead: int = 1
 
     @classmethod
     def choose(cls, *, wide, heads, dim, key_bytes, rows, hopper):
@@ -301,8 +313,8 @@ class ScoreKernelConfig:
             return cls(rows=together)
         if together * heads > 64:
             return cls(rows=together, stages=2, programs=4, paired=True)
-        stages, programs = (2, 5) if key_bytes > 1 else (4, 6)
-        return cls(rows=together, stages=stages, programs=programs, paired=True)
+        stages, programs = (2, 5) if key_bytes > 1 else (3, 6)
+        return cls(rows=together, stages=stages, programs=programs, paired=True, pages_ahead=3)
 
     def fitting(self, *, columns, dim, key_bytes, shared_bytes):
         """These tiles with no more stages than there is shared memory for."""
@@ -371,8 +383,8 @@ def score_blocks_triton(
         HEADS=num_heads, PADDED_HEADS=heads, DIM=dim, BLOCK_D=block_d, PAGE_BLOCKS=keys.shape[1], PAGED=paged,
         ROWS=config.rows, BLOCK_M=config.block_m, ONE_ROW=plan.max_query_len == 1, DTYPE=dtype, PRECISION="ieee",
         PAIRS=pairs, WORDS=words, Q_WORDS=q_words, STAGES=config.stages, GIVEN=0 if largest is None else levels.given,
-        GROUP=1 if largest is None else levels.group, PAIRED=config.paired, num_warps=config.warps,
-        enable_fp_fusion=False, **overlapping(cache.device),
+        GROUP=1 if largest is None else levels.group, PAIRED=config.paired, PAGES_AHEAD=config.pages_ahead,
+        num_warps=config.warps, enable_fp_fusion=False, **overlapping(cache.device),
     )  # fmt: skip
 
 
