@@ -28,9 +28,6 @@ from flashqsa.preparation.triton_prepare import (
     _tile,
 )
 
-ALIGNED_BYTES = 16
-"""Triton compiles a kernel apart for addresses that are multiples of it."""
-
 FAR = tl.constexpr(1 << 30)
 """More tokens than a cache has: the ring of raw keys never turns."""
 
@@ -205,8 +202,6 @@ def prepare_context_triton(
     out_index_q = q_gate.new_empty((num_rows, index_heads, index_dim))
     if num_rows == 0:
         return out_q, out_index_q
-    if cos.shape[-1] * cos.element_size() % ALIGNED_BYTES and not all(x.data_ptr() % ALIGNED_BYTES for x in (cos, sin)):
-        cos, sin = _unaligned(cos), _unaligned(sin)
     sizes = (TILE_ELEMENTS, BLOCK_ROWS, MOST_PROGRAMS)
     elements, block_rows, most_programs = (size[num_rows > FEW_ROWS] for size in sizes)
     q_tile, kv_tile = _tile(q_heads, dim, elements), _tile(kv_heads, dim, elements)
@@ -233,12 +228,3 @@ def prepare_context_triton(
         num_warps=1, **overlapping(q_gate.device),
     )  # fmt: skip
     return out_q, out_index_q
-
-
-def _unaligned(angles):
-    """A copy of the angles at an address that is not aligned.
-
-    Where a row of angles is no multiple of the alignment, some first rows are aligned and others not. The two kernels
-    may spread heads over threads in different ways and so add squares in another order; all steps run one of them.
-    """
-    return angles.new_empty(angles.numel() + 1)[1:].view(angles.shape).copy_(angles)

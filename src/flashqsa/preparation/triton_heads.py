@@ -63,7 +63,8 @@ def norm_heads(
 ):  # fmt: skip
     """RMS norm of heads in the model dtype: ``x / rms * (1 + weight)`` in fp32, rounded to that dtype; fp32 again.
 
-    With ANY_ORDER the bits do not depend on how the tile lies in threads.
+    With ANY_ORDER the bits do not depend on how the tile lies in threads. Nor do they where some heads or rows of angles
+    begin at no multiple of 16 bytes: there a tile lies as the strides of the step allow.
     """
     model_dtype: tl.constexpr = x.dtype
     d = tl.arange(0, BLOCK_D)
@@ -71,7 +72,8 @@ def norm_heads(
     of_partner = tl.load(weight_ptr + tl.where(d < HALF, d + HALF, d - HALF), mask=d < 2 * HALF, other=0.0)
     of_partner = 1.0 + of_partner.to(tl.float32)
     x, partner = x.to(tl.float32), partner.to(tl.float32)
-    squares = _sum_of_squares(x, DIM) if ANY_ORDER else tl.sum(x * x, 1)
+    LIES_ANYHOW: tl.constexpr = ANY_ORDER | (DIM % 16 != 0) | (HALF % 8 != 0)
+    squares = _sum_of_squares(x, DIM) if LIES_ANYHOW else tl.sum(x * x, 1)
     scale = tl.math.rsqrt(divided(squares, DIM) + eps)[:, None]
     x = (x * scale * weight[None, :]).to(model_dtype).to(tl.float32)
     partner = (partner * scale * of_partner[None, :]).to(model_dtype).to(tl.float32)

@@ -36,7 +36,10 @@ def test_generate(case: Any, make_model: Any, prompt: torch.Tensor, mask: torch.
 
 
 @pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning", "ignore:The CUDA Graph is empty", "ignore:TensorFloat32"
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:The CUDA Graph is empty",
+    "ignore:TensorFloat32",
+    r"ignore:\s*Online softmax is disabled",
 )  # of torch itself
 def test_static_cache_which_compiles_by_itself(
     make_model: Any, small_case: Any, prompt: torch.Tensor, mask: torch.Tensor
