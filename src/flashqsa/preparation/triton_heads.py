@@ -63,8 +63,8 @@ def norm_heads(
 ):  # fmt: skip
     """RMS norm of heads in the model dtype: ``x / rms * (1 + weight)`` in fp32, rounded to that dtype; fp32 again.
 
-    With ANY_ORDER the bits do not depend on how the tile lies in threads. Nor do they where some heads or rows of angles
-    begin at no multiple of 16 bytes: there a tile lies as the strides of the step allow.
+    With ANY_ORDER the bits do not depend on how the tile lies in threads. Nor do they where some heads or rows of
+    angles begin at no multiple of 16 bytes: there a tile lies as the strides of the step allow.
     """
     model_dtype: tl.constexpr = x.dtype
     d = tl.arange(0, BLOCK_D)
