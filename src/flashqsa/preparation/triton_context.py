@@ -18,14 +18,10 @@ import triton.language as tl
 from flashqsa.launching import launched_where, overlapping, wait_for_previous
 from flashqsa.preparation.triton_heads import load_heads, norm_heads, rotate, store_heads
 from flashqsa.preparation.triton_prepare import (
-    BLOCK_ROWS,
-    FEW_ROWS,
-    MOST_PROGRAMS,
-    TILE_ELEMENTS,
     UNROLLED_MEMBERS,
+    PrepareWork,
     _mean_of_members,
     _padded,
-    _tile,
 )
 
 FAR = tl.constexpr(1 << 30)
@@ -202,28 +198,25 @@ def prepare_context_triton(
     out_index_q = q_gate.new_empty((num_rows, index_heads, index_dim))
     if num_rows == 0:
         return out_q, out_index_q
-    sizes = (TILE_ELEMENTS, BLOCK_ROWS, MOST_PROGRAMS)
-    elements, block_rows, most_programs = (size[num_rows > FEW_ROWS] for size in sizes)
-    q_tile, kv_tile = _tile(q_heads, dim, elements), _tile(kv_heads, dim, elements)
-    index_tile = _tile(index_heads, index_dim, elements)
-    end_blocks = -(-num_rows // block_rows)
-    end_keys = end_blocks + num_rows * -(-kv_heads // kv_tile)
-    most_splits = -(-most_programs // num_rows)
-    splits, index_splits = min(-(-q_heads // q_tile), most_splits), min(-(-index_heads // index_tile), most_splits)
-    end_index = end_keys + num_rows * index_splits
+    work = PrepareWork.of(num_rows, (q_heads, kv_heads, index_heads), dim, index_dim)
+    end_blocks = -(-num_rows // work.block_rows)
+    end_keys = end_blocks + num_rows * -(-kv_heads // work.kv_tile)
+    end_index = end_keys + num_rows * work.index_splits
     with_blocks = block_keys is not None
     keys = block_keys if with_blocks else raw_keys
     (q_weight, q_eps), (k_weight, k_eps), (index_q_weight, index_q_eps), (index_k_weight, index_k_eps) = norms
-    _prepare_context_kernel[(end_index + num_rows * splits,)](
+    _prepare_context_kernel[(end_index + num_rows * work.splits,)](
         q_gate, k, v, index_qk, index_qk[:, -1], cos, sin, q_weight, k_weight, index_q_weight, index_k_weight, out_q,
         out_index_q, k_cache, v_cache, raw_keys, keys, closed_block_slot_ids, q_eps, k_eps, index_q_eps, index_k_eps,
-        num_rows, query_tokens, past, row_angle, keys.shape[1], end_blocks, end_keys, end_index, splits, index_splits,
+        num_rows, query_tokens, past, row_angle, keys.shape[1], end_blocks, end_keys, end_index, work.splits,
+        work.index_splits,
         *q_gate.stride()[:2], *k.stride()[:2], *v.stride()[:2], *index_qk.stride()[:2], *cos.stride()[:2],
         *out_q.stride()[:2], *out_index_q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         *raw_keys.stride()[:2], *keys.stride()[:2],
         Q_HEADS=q_heads, KV_HEADS=kv_heads, INDEX_HEADS=index_heads, DIM=dim, INDEX_DIM=index_dim, HALF=cos.shape[-1],
-        BLOCK_D=_padded(dim), BLOCK_INDEX_DIM=_padded(index_dim), Q_TILE=q_tile, KV_TILE=kv_tile, INDEX_TILE=index_tile,
-        BLOCK_TOKENS=block_tokens, WITH_BLOCKS=with_blocks, BLOCK_ROWS=block_rows,
+        BLOCK_D=_padded(dim), BLOCK_INDEX_DIM=_padded(index_dim), Q_TILE=work.q_tile, KV_TILE=work.kv_tile,
+        INDEX_TILE=work.index_tile,
+        BLOCK_TOKENS=block_tokens, WITH_BLOCKS=with_blocks, BLOCK_ROWS=work.block_rows,
         UNROLLED=block_tokens <= UNROLLED_MEMBERS, PAST_ON_DEVICE=not isinstance(past, int), enable_fp_fusion=False,
         num_warps=1, **overlapping(q_gate.device),
     )  # fmt: skip

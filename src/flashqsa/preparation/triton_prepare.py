@@ -14,6 +14,8 @@ another.
 Bytes: a row reads and writes Hq * D queries, Hkv * D keys and values, Hi * Di index queries; 26 KiB at released shapes.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -400,6 +402,44 @@ def _prepare_kernel(
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class PrepareWork:
+    """How the work of some rows is shared among programs; decides nothing but speed.
+
+    Attributes:
+        q_tile: Query heads of a row that a program prepares at once.
+        kv_tile: The same for key heads.
+        index_tile: The same for index heads.
+        block_rows: Rows that a program looks at for blocks to pool.
+        splits: Programs that share the query heads of a row.
+        index_splits: Programs that share its index heads.
+    """
+
+    q_tile: int
+    kv_tile: int
+    index_tile: int
+    block_rows: int
+    splits: int
+    index_splits: int
+
+    @classmethod
+    def of(cls, rows, heads, dim, index_dim):
+        """The work of so many rows.
+
+        Args:
+            rows: Rows.
+            heads: Query heads, key heads and index heads.
+            dim: Head dimension.
+            index_dim: Dimension of index heads.
+        """
+        sizes = (TILE_ELEMENTS, BLOCK_ROWS, MOST_PROGRAMS)
+        elements, block_rows, most_programs = (size[rows > FEW_ROWS] for size in sizes)
+        tiles = [_tile(n, d, elements) for n, d in zip(heads, (dim, dim, index_dim), strict=True)]
+        most_splits = -(-most_programs // max(rows, 1))
+        splits, index_splits = (min(-(-heads[i] // tiles[i]), most_splits) for i in (0, 2))
+        return cls(*tiles, block_rows, splits, index_splits)
+
+
 @launched_where(lambda tensor: tensor.device)
 def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, plan, out):
     """Fill `out` and the caches. Arguments as in `prepare`, checked already, with `rope_positions` [3, T].
@@ -414,17 +454,12 @@ def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, p
     gate = q_gate[..., dim:]
     keys, ring, ring_positions = cache.block_keys, cache.ring, cache.ring_positions
     pools_open = keys is not None and ring is not None and plan.ring_ids is not None
-    sizes = (TILE_ELEMENTS, BLOCK_ROWS, MOST_PROGRAMS)
-    elements, block_rows, most_programs = (size[rows > FEW_ROWS] for size in sizes)
-    q_tile, kv_tile = _tile(q_heads, dim, elements), _tile(kv_heads, dim, elements)
-    index_tile = _tile(index_heads, index_dim, elements)
+    work = PrepareWork.of(rows, (q_heads, kv_heads, index_heads), dim, index_dim)
     end_requests = plan.num_requests if ring is not None and rows else 0
-    end_blocks = end_requests + (-(-rows // block_rows) if keys is not None else 0)
-    end_keys = end_blocks + rows * -(-kv_heads // kv_tile)
-    most_splits = -(-most_programs // max(rows, 1))
-    splits, index_splits = min(-(-q_heads // q_tile), most_splits), min(-(-index_heads // index_tile), most_splits)
-    end_index = end_keys + rows * index_splits
-    grid = end_index + rows * splits
+    end_blocks = end_requests + (-(-rows // work.block_rows) if keys is not None else 0)
+    end_keys = end_blocks + rows * -(-kv_heads // work.kv_tile)
+    end_index = end_keys + rows * work.index_splits
+    grid = end_index + rows * work.splits
     if grid == 0:
         return
     k_pages, v_pages, out_index_q = (_writable(x) for x in (cache.k_pages, cache.v_pages, out.index_q))
@@ -439,18 +474,19 @@ def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, p
         plan.seq_lens, plan.slot_ids, plan.closed_block_slot_ids, plan.ring_slot_ids, plan.query_starts,
         plan.ring_ids if pools_open else plan.query_starts, norms.eps, float(cache.k_scale) if k_mode == 1 else 1.0,
         float(cache.v_scale) if v_mode == 1 else 1.0, rows, plan.num_requests, rope.cos_sin.shape[0] - 1,
-        k_pages.shape[0], block_keys.shape[0], ring.shape[0], end_requests, end_blocks, end_keys, end_index, splits,
-        index_splits,
+        k_pages.shape[0], block_keys.shape[0], ring.shape[0], end_requests, end_blocks, end_keys, end_index,
+        work.splits, work.index_splits,
         *q_gate.stride()[:2], *k.stride()[:2], *v.stride()[:2], *index_qk.stride()[:2], *rope_positions.stride(),
         rope.cos_sin.stride(0), *out.q.stride()[:2], *out.gate.stride()[:2], *out.index_q.stride()[:2],
         *k_pages.stride()[:3], *v_pages.stride()[:3], *block_keys.stride()[:2], *ring.stride()[:2],
         *ring_positions.stride()[:2],
         Q_HEADS=q_heads, KV_HEADS=kv_heads, INDEX_HEADS=index_heads, DIM=dim, INDEX_DIM=index_dim, HALF=half,
-        BLOCK_D=_padded(dim), BLOCK_INDEX_DIM=_padded(index_dim), Q_TILE=q_tile, KV_TILE=kv_tile, INDEX_TILE=index_tile,
-        AXES=3 if max(section[1:]) > 0 else 1, HEIGHTS=section[1], WIDTHS=section[2], PAGE_TOKENS=k_pages.shape[1],
+        BLOCK_D=_padded(dim), BLOCK_INDEX_DIM=_padded(index_dim), Q_TILE=work.q_tile, KV_TILE=work.kv_tile,
+        INDEX_TILE=work.index_tile, AXES=3 if max(section[1:]) > 0 else 1, HEIGHTS=section[1], WIDTHS=section[2],
+        PAGE_TOKENS=k_pages.shape[1],
         PAGE_BLOCKS=block_keys.shape[1], BLOCK_TOKENS=plan.block_tokens, RING_TOKENS=ring.shape[1],
         HAS_RING=cache.ring is not None, HAS_BLOCKS=keys is not None, POOLS_OPEN=pools_open,
-        COPY_GATE=out.gate.data_ptr() != gate.data_ptr(), K_SCALED=k_mode, V_SCALED=v_mode, BLOCK_ROWS=block_rows,
+        COPY_GATE=out.gate.data_ptr() != gate.data_ptr(), K_SCALED=k_mode, V_SCALED=v_mode, BLOCK_ROWS=work.block_rows,
         RING_ROWS=min(MOST_RING_ROWS, _padded(ring.shape[1])), UNROLLED=plan.block_tokens <= UNROLLED_MEMBERS,
         enable_fp_fusion=False, num_warps=1, **overlapping(q_gate.device),
     )  # fmt: skip
