@@ -150,25 +150,22 @@ class PoolAccounts:
         Args:
             work: Requests and how many rows each adds, however many.
         """
-        fresh = sum(self._fresh_pages(account, rows) for account, rows in work)
-        return fresh + sum(len(shared) for shared in self._shared_columns(work))
+        return _pages_of(self._needs(work))
 
-    def _fresh_pages(self, account: Account, rows: int) -> int:
-        return max(self.pages_of(account.length + rows) - len(account.page_ids), 0) if rows else 0
-
-    def _shared_columns(self, work: Iterable[tuple[Account, int]]) -> list[list[int]]:
-        """For each request, places of its page list whose page is shared and would be written to."""
+    def _needs(self, work: Iterable[tuple[Account, int]]) -> list[tuple[list[int], int]]:
+        """For each request, places of its page list whose page is shared and would be written to, and fresh pages."""
         left: dict[int, int] = {}  # pages that this very step stops sharing
-        columns: list[list[int]] = []
+        needs: list[tuple[list[int], int]] = []
         for account, rows in work:
-            end = min(self.pages_of(account.length + rows), len(account.page_ids)) if rows else 0
-            columns.append([])
-            for column in range(account.length // self.page_tokens, end):
+            has, shared = len(account.page_ids), list[int]()
+            end = self.pages_of(account.length + rows) if rows else 0
+            for column in range(account.length // self.page_tokens, min(end, has)):
                 page = account.page_ids[column]
                 if self.holders[page] - left.get(page, 0) > 1:
                     left[page] = left.get(page, 0) + 1
-                    columns[-1].append(column)
-        return columns
+                    shared.append(column)
+            needs.append((shared, max(end - has, 0)))
+        return needs
 
     def choose(self, where: str, work: Sequence[tuple[Account, int]]) -> list[Taken]:
         """Pages for new rows, in the order of `work`. Nothing changes until `take`.
@@ -176,13 +173,13 @@ class PoolAccounts:
         Raises:
             PoolFullError: There are too few.
         """
-        self.expect_pages(where, self.pages_needed(work))
+        needs = self._needs(work)
+        self.expect_pages(where, _pages_of(needs))
         free, chosen = reversed(self.free_page_ids), []
-        for (account, rows), shared in zip(work, self._shared_columns(work), strict=True):
+        for (account, _), (shared, fresh) in zip(work, needs, strict=True):
             chosen += [Taken(account, column, account.page_ids[column], next(free)) for column in shared]
             first = len(account.page_ids)
-            fresh = range(first, first + self._fresh_pages(account, rows))
-            chosen += [Taken(account, column, None, next(free)) for column in fresh]
+            chosen += [Taken(account, column, None, next(free)) for column in range(first, first + fresh)]
         return chosen
 
     def take(self, chosen: Sequence[Taken], work: Sequence[tuple[Account, int]] = ()) -> None:
@@ -293,6 +290,10 @@ class PoolAccounts:
             assert account.length - account.ring_start <= self.ring_tokens, f"{name!r}: more than the ring holds"
             assert self.ring_holds(account, account.length), f"{name!r}: the open block is not in the ring"
             assert len(account.page_ids) >= self.pages_of(account.length), f"{name!r}: pages are missing"
+
+
+def _pages_of(needs: Iterable[tuple[list[int], int]]) -> int:
+    return sum(len(shared) + fresh for shared, fresh in needs)
 
 
 def _is_name(request: object) -> bool:
