@@ -36,11 +36,7 @@ def vllm_fits(version: str, root: Path) -> tuple[bool, str]:
     if seams is None or refusal is not None:
         return False, f"{refusal}: the plugin leaves it untouched"
     # Mode off replaces nothing, so it tells whether the others could be chosen.
-    wanted = (
-        *seams.operators,
-        *(seams.forwards if mode in ("full", "off") else ()),
-        *((*seams.cpu, *seams.streams) if on_cpu else ()),
-    )
+    wanted = seams.used("full" if mode == "off" else mode, on_cpu=on_cpu)
     differing = source_differences(wanted, root)
     if differing:
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""

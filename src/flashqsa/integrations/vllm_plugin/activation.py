@@ -67,12 +67,7 @@ def _seams(version: str, mode: str, is_cpu: bool) -> tuple[Seams | None, str]:
         return None, f"version {version} has no forwards that mode full replaces, mode ops serves it"
     if is_cpu and not seams.cpu:
         return None, f"version {version} is not known as a CPU build"
-    used = (
-        *seams.operators,
-        *(seams.forwards if mode == "full" else ()),
-        *((*seams.cpu, *seams.streams) if is_cpu else ()),
-    )
-    differing = differences(used)
+    differing = differences(seams.used(mode, on_cpu=is_cpu))
     return (None, "; ".join(differing)) if differing else (seams, "")
 
 

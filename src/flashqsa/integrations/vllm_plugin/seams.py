@@ -127,6 +127,14 @@ class Seams:
     cpu: tuple[Seam, ...]
     streams: tuple[Seam, ...]
 
+    def used(self, mode: str, *, on_cpu: bool) -> tuple[Seam, ...]:
+        """Those that a mode replaces."""
+        return (
+            *self.operators,
+            *(self.forwards if mode == "full" else ()),
+            *((*self.cpu, *self.streams) if on_cpu else ()),
+        )
+
 
 _NOW = Seams(OPERATORS, FORWARDS, CPU, STREAMS)
 MANIFEST = {
