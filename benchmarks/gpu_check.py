@@ -155,20 +155,21 @@ def run(options: argparse.Namespace) -> int:
             for tool in filter(None, options.tools.split(","))
         }
         code, outcome = run_tests(options.workers, options.words)
-        facts = gpu_environment(options.commit)
-        print(f"\ngpu-check: {', '.join(f'{name} {value}' for name, value in facts.items())}")
-        counted = ", ".join(f"{outcome.counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
-        print(f"tests: {counted} in {time.monotonic() - begun:.0f} s, {options.workers} workers")
-        for name in outcome.failed:
-            print(f"failed: {name}")
-        shown = ", ".join(f"{number} ({count})" for number, count in sorted(outcome.faults.items()))
-        print(f"faults shown (tests): {shown}")
-        missing = [] if options.words else outcome.missing_faults()
-        print(f"faults without a passed test: {', '.join(map(str, missing)) or 'none'}", flush=True)
-        fine = True
-        for tool, future in looked.items():
-            good, said = future.result() if future else (True, "not run (not found)")
-            fine &= good
-            print(f"compute-sanitizer {tool}: {said}", flush=True)
+        tests_s = time.monotonic() - begun
+    facts = gpu_environment(options.commit)
+    print(f"\ngpu-check: {', '.join(f'{name} {value}' for name, value in facts.items())}")
+    counted = ", ".join(f"{outcome.counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+    print(f"tests: {counted} in {tests_s:.0f} s, {options.workers} workers")
+    for name in outcome.failed:
+        print(f"failed: {name}")
+    shown = ", ".join(f"{number} ({count})" for number, count in sorted(outcome.faults.items()))
+    print(f"faults shown (tests): {shown}")
+    missing = [] if options.words else outcome.missing_faults()
+    print(f"faults without a passed test: {', '.join(map(str, missing)) or 'none'}", flush=True)
+    fine = True
+    for tool, future in looked.items():
+        good, said = future.result() if future else (True, "not run (not found)")
+        fine &= good
+        print(f"compute-sanitizer {tool}: {said}", flush=True)
     print(f"took {time.monotonic() - begun:.0f} s")
     return int(code != 0 or bool(missing) or not fine)
