@@ -2,10 +2,10 @@
 """Which rows go where on a GPU: requests with many rows by union tiles, all others one by one.
 
 Tiles share the loads of neighbouring rows and fill the tensor cores. On compute capability 9.0 that pays even where
-neighbours have nothing in common, and in verification by 8 rows a request or more. With SPANS, requests of 4 rows or
-more whose heads fill one product at most go by spans of their union. Elsewhere a tile whose union is too
-large a share of its lists leaves its rows; what is left, and every row of decode, is attended row by row. Who goes
-where is decided on the device, by a row's own request and tile.
+neighbours have nothing in common, and in verification by 8 rows a request or more; there requests of 4 rows or more
+whose heads fill one product at most go by spans of their union. Elsewhere a tile whose union is too large a share of
+its lists leaves its rows; what is left, and every row of decode, is attended row by row. Who goes where is decided on
+the device, by a row's own request and tile.
 """
 
 import torch
@@ -19,9 +19,6 @@ from flashqsa.launching import launched_where
 NARROW_ROWS = 8
 """Rows of a request from which on its verification goes by tiles of compute capability 9.0, if not by spans."""
 
-SPANS = False
-"""Whether verification goes by spans of unions: not before this form of their kernels has run on a device."""
-
 
 def tile_rows(query_group):
     """Rows of a tile, at absolute multiples of which a prefill may be cut without changing a bit.
@@ -34,7 +31,7 @@ def tile_rows(query_group):
 
 def takes_tiles(q, cache, plan, tokens):
     """Whether some rows of a step can go by tiles: lists of blocks, in dtypes of the tensor cores."""
-    if plan.max_query_len < (FEWEST_ROWS if SPANS else NARROW_ROWS) or tokens.unit_tokens != plan.block_tokens:
+    if plan.max_query_len < FEWEST_ROWS or tokens.unit_tokens != plan.block_tokens:
         return False
     return torch.float32 not in (q.dtype, cache.k_pages.dtype)
 
@@ -56,7 +53,7 @@ def _attend_gluon(step, outputs):
     if plan.num_rows == 0 or plan.num_requests == 0:
         return None
     lists = None
-    spans = SPANS and gluon_verify_refusal(*step) is None
+    spans = gluon_verify_refusal(*step) is None
     narrow = max(NARROW_ROWS, most_verify_rows(q.shape[1] // cache.kv_heads) + 1) if spans else NARROW_ROWS
     if plan.max_query_len >= LEAST_ROWS:
         lists = attend_tiles_gluon(*step, **outputs, parts=1)
