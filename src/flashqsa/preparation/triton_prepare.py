@@ -110,15 +110,11 @@ def _mean_of_members(
 
 @triton.jit
 def _store_block_keys(
-    x, partner, keys_at, time, height, width, live, weight_ptr, eps, table_ptr, stride_table, last_position,
-    keys_ptr,
+    x, partner, cos, sin, keys_at, live, weight_ptr, eps, keys_ptr,
     DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr,
-    HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate the means of blocks, at the positions of their first tokens, and store them."""
+    """Norm and rotate the means of blocks, by the angles of their first tokens, and store them."""
     x, partner = norm_heads(x, partner, weight_ptr, eps, True, DIM, HALF, BLOCK_D)
-    cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, live, HALF, BLOCK_D, HEIGHTS,
-                           WIDTHS)  # fmt: skip
     store_heads(keys_ptr, keys_at, live, rotate(x, partner, cos, sin), DIM, BLOCK_D)
 
 
@@ -146,22 +142,26 @@ def _close_blocks(
             BLOCK_D, 1, False,
         )  # fmt: skip
         time, height, width = load_positions(positions_ptr, first_row * stride_pt, stride_pa, closes, AXES)
-        _store_block_keys(
-            x, partner, at, time, height, width, closes, weight_ptr, eps, table_ptr, stride_table,
-            last_position, keys_ptr, DIM, HALF, BLOCK_D, HEIGHTS, WIDTHS,
-        )  # fmt: skip
+        cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, closes, HALF, BLOCK_D,
+                               HEIGHTS, WIDTHS)  # fmt: skip
+        _store_block_keys(x, partner, cos, sin, at, closes, weight_ptr, eps, keys_ptr, DIM, HALF, BLOCK_D)
 
 
 @triton.jit
 def _close_open_block(
-    start, end, position, own, ring_id, closed_ptr, index_ptr, stride_it, ring_ptr, stride_rr, stride_rs,
+    start, end, position, row_time, row_height, row_width, own, ring_id, closed_ptr, index_ptr, stride_it, ring_ptr,
+    stride_rr, stride_rs,
     num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages, stride_bp, stride_bs, weight_ptr,
     eps, table_ptr, stride_table, last_position,
     PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr, RING_TOKENS: tl.constexpr,
     DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, AXES: tl.constexpr,
     HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
-    """Pool the block of a request that began before the step, if the step closes it."""
+    """Pool the block of a request that began before the step, if the step closes it.
+
+    Its rotary positions lie in the ring, a load before their angles. Text counts on: angles of the positions so many
+    before those of the request's first row are asked for at once, and others only where the ring says otherwise.
+    """
     older = position % BLOCK_TOKENS
     row = start + BLOCK_TOKENS - 1 - older
     if (position >= 0) & (older > 0) & (row < end) & (ring_id >= 0) & (ring_id < num_rings):
@@ -177,10 +177,14 @@ def _close_open_block(
         )  # fmt: skip
         place = ring * stride_sr + began % RING_TOKENS * stride_ss
         time, height, width = load_positions(ring_positions_ptr, place, 1, there, AXES)
-        _store_block_keys(
-            x, partner, at, time, height, width, placed, weight_ptr, eps, table_ptr, stride_table,
-            last_position, keys_ptr, DIM, HALF, BLOCK_D, HEIGHTS, WIDTHS,
-        )  # fmt: skip
+        likely_time, likely_height, likely_width = row_time - older, row_height - older, row_width - older
+        cos, sin = load_angles(table_ptr, stride_table, last_position, likely_time, likely_height, likely_width, there,
+                               HALF, BLOCK_D, HEIGHTS, WIDTHS)  # fmt: skip
+        other = (time != likely_time) | (height != likely_height) | (width != likely_width)
+        if tl.max(other.to(tl.int32), 0) > 0:
+            cos, sin = load_angles(table_ptr, stride_table, last_position, time, height, width, there, HALF, BLOCK_D,
+                                   HEIGHTS, WIDTHS)  # fmt: skip
+        _store_block_keys(x, partner, cos, sin, at, placed, weight_ptr, eps, keys_ptr, DIM, HALF, BLOCK_D)
 
 
 @triton.jit
@@ -312,7 +316,7 @@ def _prepare_queries(
     "positions_ptr", "k_scale_ptr", "v_scale_ptr", "request_ids_ptr", "seq_lens_ptr", "slot_ids_ptr",
     "closed_ptr", "ring_slots_ptr", "query_starts_ptr", "ring_ids_ptr", "stride_pa",
     "num_rows", "num_requests", "last_position", "num_pages", "num_block_pages", "num_rings", "end_requests",
-    "end_blocks", "end_keys", "end_index", "splits", "index_splits",
+    "end_blocks", "end_keys", "end_index", "splits", "index_splits", "request_rows",
 ])  # fmt: skip
 def _prepare_kernel(
     q_gate_ptr, k_ptr, v_ptr, index_ptr, raw_ptr, positions_ptr, table_ptr, q_weight_ptr, k_weight_ptr,
@@ -320,9 +324,8 @@ def _prepare_kernel(
     keys_ptr, ring_ptr, ring_positions_ptr, k_scale_ptr, v_scale_ptr, request_ids_ptr, seq_lens_ptr,
     slot_ids_ptr, closed_ptr, ring_slots_ptr, query_starts_ptr, ring_ids_ptr, eps, k_scale, v_scale, num_rows,
     num_requests, last_position, num_pages, num_block_pages, num_rings, end_requests, end_blocks, end_keys, end_index,
-    splits, index_splits, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_it, stride_ih,
-    stride_pa,
-    stride_pt,
+    splits, index_splits, request_rows, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_it,
+    stride_ih, stride_pa, stride_pt,
     stride_table, stride_ot, stride_oh, stride_gt, stride_gh, stride_nt, stride_nh, stride_kp, stride_ks, stride_kg,
     stride_vp, stride_vs, stride_vg, stride_bp, stride_bs, stride_rr, stride_rs, stride_sr, stride_ss,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, DIM: tl.constexpr,
@@ -340,6 +343,10 @@ def _prepare_kernel(
     if pid < end_requests:
         if HAS_RING:
             start = tl.maximum(tl.load(query_starts_ptr + pid), 0).to(tl.int64)
+            if POOLS_OPEN:  # asked for before it is known which row is the request's first
+                likely = tl.minimum(pid * request_rows, num_rows - 1).to(tl.int64) + tl.arange(0, 1)
+                row_time, row_height, row_width = load_positions(positions_ptr, likely * stride_pt, stride_pa,
+                                                                 likely >= 0, AXES)  # fmt: skip
             last = tl.load(query_starts_ptr + pid + 1).to(tl.int64)
             end = tl.minimum(last, num_rows)
             first_row = tl.maximum(start, end - RING_TOKENS)
@@ -351,9 +358,13 @@ def _prepare_kernel(
                 ring_id = tl.load(ring_ids_ptr + pid)
                 _, own = _live_rows(request_ids_ptr, start, start < end, num_requests)
                 position = tl.load(seq_lens_ptr + pid) - (last - start)  # of the first row, told without reading it
+                if (start != pid * request_rows) & (start < end):
+                    first = start + tl.arange(0, 1)
+                    row_time, row_height, row_width = load_positions(positions_ptr, first * stride_pt, stride_pa,
+                                                                     first >= 0, AXES)  # fmt: skip
                 _close_open_block(
-                    start, end, position, own, ring_id, closed_ptr, raw_ptr, stride_it, ring_ptr, stride_rr,
-                    stride_rs, num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages,
+                    start, end, position, row_time, row_height, row_width, own, ring_id, closed_ptr, raw_ptr, stride_it,
+                    ring_ptr, stride_rr, stride_rs, num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages,
                     stride_bp, stride_bs, index_k_weight_ptr, eps, table_ptr, stride_table, last_position, PAGE_BLOCKS,
                     BLOCK_TOKENS, UNROLLED, RING_TOKENS, INDEX_DIM, HALF, BLOCK_INDEX_DIM, AXES, HEIGHTS,
                     WIDTHS,
@@ -475,7 +486,7 @@ def prepare_triton(q_gate, k, v, index_qk, rope_positions, rope, norms, cache, p
         plan.ring_ids if pools_open else plan.query_starts, norms.eps, float(cache.k_scale) if k_mode == 1 else 1.0,
         float(cache.v_scale) if v_mode == 1 else 1.0, rows, plan.num_requests, rope.cos_sin.shape[0] - 1,
         k_pages.shape[0], block_keys.shape[0], ring.shape[0], end_requests, end_blocks, end_keys, end_index,
-        work.splits, work.index_splits,
+        work.splits, work.index_splits, -(-rows // max(plan.num_requests, 1)),
         *q_gate.stride()[:2], *k.stride()[:2], *v.stride()[:2], *index_qk.stride()[:2], *rope_positions.stride(),
         rope.cos_sin.stride(0), *out.q.stride()[:2], *out.gate.stride()[:2], *out.index_q.stride()[:2],
         *k_pages.stride()[:3], *v_pages.stride()[:3], *block_keys.stride()[:2], *ring.stride()[:2],
