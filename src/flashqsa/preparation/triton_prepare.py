@@ -364,10 +364,10 @@ def _prepare_kernel(
                                                                      first >= 0, AXES)  # fmt: skip
                 _close_open_block(
                     start, end, position, row_time, row_height, row_width, own, ring_id, closed_ptr, raw_ptr, stride_it,
-                    ring_ptr, stride_rr, stride_rs, num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages,
-                    stride_bp, stride_bs, index_k_weight_ptr, eps, table_ptr, stride_table, last_position, PAGE_BLOCKS,
-                    BLOCK_TOKENS, UNROLLED, RING_TOKENS, INDEX_DIM, HALF, BLOCK_INDEX_DIM, AXES, HEIGHTS,
-                    WIDTHS,
+                    ring_ptr, stride_rr, stride_rs, num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr,
+                    num_block_pages, stride_bp, stride_bs, index_k_weight_ptr, eps, table_ptr, stride_table,
+                    last_position, PAGE_BLOCKS, BLOCK_TOKENS, UNROLLED, RING_TOKENS, INDEX_DIM, HALF, BLOCK_INDEX_DIM,
+                    AXES, HEIGHTS, WIDTHS,
                 )  # fmt: skip
                 tl.debug_barrier()  # all threads have read the old ring before one of them writes it
             _store_ring_rows(slot, raw_keys, time, height, width, ring_ptr, stride_rr, stride_rs, num_rings,
