@@ -45,7 +45,7 @@ def test_generate(case: Any, make_model: Any, prompt: torch.Tensor, mask: torch.
 def test_static_cache_which_compiles_by_itself(
     make_model: Any, small_case: Any, prompt: torch.Tensor, mask: torch.Tensor
 ) -> None:
-    """Without CUDA graphs: over them the history of positions, which transformers keeps, is lost with or without us."""
+    """Without CUDA graphs: their next replay writes over the history of positions, which transformers keeps."""
     model = make_model(small_case).cuda()
     expected = model.generate(prompt, attention_mask=mask, **OPTIONS)
     compiled = {"cache_implementation": "static", "compile_config": CompileConfig(mode="default")}
