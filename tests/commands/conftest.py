@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from flashqsa.commands.tiny_checkpoint import TinyOptions, write_tiny_checkpoint
 
 BUDGET_TOKENS = 32
 CPU = ("--device", "cpu", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """A job in the background of a shell is started with SIGINT ignored; a user's terminal does not do that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
