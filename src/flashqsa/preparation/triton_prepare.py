@@ -150,9 +150,8 @@ def _close_blocks(
 @triton.jit
 def _close_open_block(
     start, end, position, row_time, row_height, row_width, own, ring_id, closed_ptr, index_ptr, stride_it, ring_ptr,
-    stride_rr, stride_rs,
-    num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages, stride_bp, stride_bs, weight_ptr,
-    eps, table_ptr, stride_table, last_position,
+    stride_rr, stride_rs, num_rings, ring_positions_ptr, stride_sr, stride_ss, keys_ptr, num_block_pages, stride_bp,
+    stride_bs, weight_ptr, eps, table_ptr, stride_table, last_position,
     PAGE_BLOCKS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, UNROLLED: tl.constexpr, RING_TOKENS: tl.constexpr,
     DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, AXES: tl.constexpr,
     HEIGHTS: tl.constexpr, WIDTHS: tl.constexpr,
