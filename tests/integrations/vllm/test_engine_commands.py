@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,12 +26,17 @@ def _run(*arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(600)
 def test_vllm_serve_streams_a_chat_completion(checkpoint: Path) -> None:
-    """API server and engine are two processes: the plugin is in both."""
+    """The plugin is in the process that runs the model, and says so once there.
+
+    vLLM's API server imports the model too unless a cache of an earlier start tells it what the model is.
+    """
     run = _run(str(EXAMPLE), str(checkpoint), "Why is the sky blue?", "--wait-s", "480", timeout=590)
     assert run.returncode == 0, run.stderr[-3000:]
     assert 2 <= int(run.stdout.split()[-2]) <= 16, "several chunks arrived"
     assert run.stdout.splitlines()[-1].endswith(" chunks")
-    assert run.stderr.count("FlashQSA serves QSA layers: mode full") == 2
+    told = re.findall(r"\((\w+) pid=(\d+)\).* FlashQSA serves QSA layers: mode full", run.stderr)
+    assert len(told) == len(set(told))
+    assert {process for process, _ in told} - {"APIServer"}
 
 
 @pytest.mark.timeout(600)
