@@ -1,16 +1,18 @@
-"""`python -m benchmarks gpu-decode`: selection and attention on one CUDA GPU, beside vLLM and the floor.
+"""`python -m benchmarks gpu-decode`: selection and attention on one CUDA GPU, beside vLLM, cuDNN and the floor.
 
 With a `peer_vllm` module on the path that loads vLLM 0.33's operators, these run on the same tensors in the same run;
-without one their columns stay empty. Every row first passes a correctness gate, then is timed by graph replay with a
-cold L2, contenders in turn.
+so does the paged decode selection of cuDNN's frontend where its packages can be imported. Without them their columns
+stay empty. Every row first passes a correctness gate, then is timed by graph replay with a cold L2, contenders in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,9 @@ from flashqsa.backends import multiprocessors
 NAME = "gpu-decode"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_decode.jsonl"
 WORKSPACE_BYTES = 256 << 20
+CUDNN = "cudnn.QSA.selection_paged"
+LEAST_IN_COMMON = 0.99
+"""Share of our blocks that cuDNN has to select too: both are exact up to the rounding of scores."""
 MOST_FOR_WIDE_TABLES = 1.1
 """Time of a step whose page table is far wider than its requests are long, over that of the step planned tightly."""
 
@@ -63,10 +68,10 @@ class Shape:
 
 
 SHAPES = [
-    Shape(1, 8192), Shape(1, 131072), Shape(1, 1048576), Shape(8, 32768), Shape(32, 131072), Shape(128, 32768),
-    Shape(128, 131072), Shape(256, 8192), Shape(1, 1048576, fp8_index=True), Shape(32, 131072, fp8_index=True),
-    Shape(128, 131072, fp8_index=True), Shape(32, 131072, rows=4), Shape(1, 8192, table_tokens=1 << 20),
-    Shape(32, 8192, table_tokens=1 << 20),
+    Shape(1, 8192), Shape(1, 131072), Shape(1, 1048576), Shape(8, 32768), Shape(32, 131072), Shape(64, 32768),
+    Shape(128, 32768), Shape(128, 131072), Shape(256, 8192), Shape(1, 1048576, fp8_index=True),
+    Shape(32, 131072, fp8_index=True), Shape(128, 131072, fp8_index=True), Shape(32, 131072, rows=4),
+    Shape(1, 8192, table_tokens=1 << 20), Shape(32, 8192, table_tokens=1 << 20),
 ]  # fmt: skip
 
 
@@ -146,6 +151,16 @@ class Workload:
             "out_error": check_attention(self.q, self.gate, self.cache, self.plan, self.selection, self.out, rows),
         }
 
+    def key_bytes(self) -> int:
+        """Block keys of all requests, which selection has to read."""
+        blocks = self.shape.requests * (self.shape.context // BLOCK)
+        return blocks * INDEX_DIM * self.cache.block_keys.element_size()
+
+    def attended_bytes(self) -> int:
+        """K and V of the blocks that the rows of a request select together, each once."""
+        requests = self.selection.block_ids.view(self.shape.requests, -1)
+        return sum(request.unique().numel() for request in requests) * BLOCK * KV_HEADS * 2 * HEAD_DIM * 2
+
 
 class Peer:
     """vLLM's operators on the tensors of a workload."""
@@ -154,8 +169,8 @@ class Peer:
         shape, plan = work.shape, work.plan
         count = work.q.shape[0]
         keys = work.cache.block_keys.unsqueeze(2)
-        chosen = torch.empty(count, TOPK, dtype=torch.int32, device="cuda")
-        packed = torch.empty(count, BUDGET + BLOCK, dtype=torch.int32, device="cuda")
+        chosen = torch.empty(count, TOPK, dtype=torch.int32, device=work.q.device)
+        packed = torch.empty(count, BUDGET + BLOCK, dtype=torch.int32, device=work.q.device)
         out, requests = torch.empty_like(work.q), plan.request_ids
         self.select = lambda: vllm.qsa_indexer.qsa_select_paged_decode(
             work.index_q, keys, plan.page_table, plan.visible_blocks, BUDGET, BLOCK, shape.rows, chosen
@@ -174,25 +189,69 @@ class Peer:
         self.attend()
 
 
-def measure(shape: Shape, vllm: Any, timer: Timer, ceilings: Ceilings, generator: torch.Generator) -> dict[str, Any]:
+def peer_vllm() -> Any | None:
+    """vLLM's operators; None without a module of that name that loads them."""
+    return importlib.import_module("peer_vllm").load() if importlib.util.find_spec("peer_vllm") else None
+
+
+def peer_cudnn() -> Callable[..., Any] | None:
+    """The paged decode selection of cuDNN's frontend; None, and a line, where its packages cannot be imported."""
+    try:
+        return importlib.import_module(CUDNN).qsa_select_decode_paged_forward
+    except (ImportError, OSError) as error:
+        print(f"gpu-decode: cuDNN's selection is left out: {error}", flush=True)
+        return None
+
+
+def cudnn_call(select: Callable[..., Any], work: Workload) -> Callable[[], object] | None:
+    """cuDNN's selection on the tensors of a workload; None, and a line, where it fails or selects other blocks."""
+    shape, plan = work.shape, work.plan
+    keys = work.cache.block_keys.unsqueeze(2)
+
+    def call() -> Any:
+        return select(work.index_q, keys, plan.page_table, plan.seq_lens, seq_q=shape.rows, top_k=TOPK)
+
+    ours = work.selection.block_ids
+    try:
+        theirs = call()["block_ids"].reshape(ours.shape)
+    except Exception as error:  # its compiler has classes of its own, and the others are measured all the same
+        print(f"gpu-decode: cuDNN's selection fails at {shape}: {type(error).__name__}: {error}", flush=True)
+        return None
+    shares = [torch.isin(ours[row], theirs[row]).float().mean() for row in sampled_rows(ours.shape[0])]
+    common = float(torch.stack(shares).mean())
+    if common < LEAST_IN_COMMON:
+        print(f"gpu-decode: cuDNN selects other blocks at {shape}: {common:.3f} are ours", flush=True)
+        return None
+    return call
+
+
+def measure(
+    shape: Shape,
+    vllm: Any,
+    timer: Timer,
+    ceilings: Ceilings,
+    generator: torch.Generator,
+    cudnn: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
     """One row of the table."""
     torch.cuda.empty_cache()
     work = Workload(shape, generator)
     row: dict[str, Any] = {"measure": "gpu decode", "name": str(shape), **asdict(shape), **work.gate_correctness()}
-    key_bytes = shape.requests * (shape.context // BLOCK) * INDEX_DIM * work.cache.block_keys.element_size()
-    rows = work.selection.block_ids.view(shape.requests, -1)
-    attended = sum(request.unique().numel() for request in rows) * BLOCK
-    row["floor_us"] = (key_bytes + attended * KV_HEADS * 2 * HEAD_DIM * 2) / ceilings.copy_bytes_per_us
+    row["floor_us"] = (work.key_bytes() + work.attended_bytes()) / ceilings.copy_bytes_per_us
+    row["select_floor_us"] = work.key_bytes() / ceilings.copy_bytes_per_us
     timed = {"all": work.all, "select": work.select, "score": work.score, "attend": work.attend}
     if shape.table_tokens:
         timed["tight"] = work.tight
-    contenders = {f"flashqsa {stage}": run for stage, run in timed.items()}
+    contenders: dict[str, Callable[[], object]] = {f"flashqsa {stage}": run for stage, run in timed.items()}
     if vllm is not None:
         peer = Peer(vllm, work)
         timed = {"all": peer.all, "select": peer.select, "expand": peer.expand, "attend": peer.attend}
         contenders |= {f"vllm {stage}": run for stage, run in timed.items()}
+    selection = cudnn_call(cudnn, work) if cudnn is not None and not shape.table_tokens else None
+    if selection is not None:
+        contenders["cudnn select"] = selection
     times = timer.interleaved(contenders)
-    for engine in ("flashqsa", "vllm"):
+    for engine in ("flashqsa", "vllm", "cudnn"):
         found = {name.split()[1]: spread for name, spread in times.items() if name.startswith(engine)}
         row[engine] = found or None
     if shape.table_tokens:
@@ -214,7 +273,7 @@ def run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("gpu-decode: needs a CUDA GPU, found none.", file=sys.stderr)
         return 2
-    vllm = importlib.import_module("peer_vllm").load() if importlib.util.find_spec("peer_vllm") else None
+    vllm, cudnn = peer_vllm(), peer_cudnn()
     timer, generator = Timer(), torch.Generator("cuda").manual_seed(0)
     ceilings = Ceilings.measure(timer)
     facts = {"environment": gpu_environment(options.commit), "command": command(), **asdict(ceilings)}
@@ -222,16 +281,17 @@ def run(options: argparse.Namespace) -> int:
     for shape in SHAPES:
         if options.shapes not in str(shape):
             continue
-        row = measure(shape, vllm, timer, ceilings, generator)
+        row = measure(shape, vllm, timer, ceilings, generator, cudnn)
         lines.append(json.dumps({**facts, **row}))
-        print(_line(row), flush=True)
+        print(told(row), flush=True)
         fine &= row.get("wide_over_tight", 0.0) <= MOST_FOR_WIDE_TABLES
         if options.out:
             options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0 if fine else 1
 
 
-def _line(row: dict[str, Any]) -> str:
+def told(row: dict[str, Any]) -> str:
+    """A row in one line: medians of all contenders beside the floor."""
     ours = {stage: spread["median_us"] for stage, spread in row["flashqsa"].items()}
     text = f"{row['name']:28s} floor {row['floor_us']:6.1f} us, FlashQSA " + " ".join(
         f"{k} {v:.1f}" for k, v in ours.items()
@@ -240,6 +300,8 @@ def _line(row: dict[str, Any]) -> str:
         theirs = {stage: spread["median_us"] for stage, spread in row["vllm"].items()}
         text += ", vLLM " + " ".join(f"{k} {v:.1f}" for k, v in theirs.items())
         text += f", ratio {ours['all'] / theirs['all']:.2f}"
+    if row["cudnn"] is not None:
+        text += f", cuDNN select {row['cudnn']['select']['median_us']:.1f}"
     if "wide_over_tight" in row:
         text += f"; wide over tight {row['wide_over_tight']:.2f}, at most {MOST_FOR_WIDE_TABLES}"
     return text

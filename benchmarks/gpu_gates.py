@@ -36,11 +36,12 @@ def check_selection(
     for row in rows:
         visible, count = int(plan.visible_blocks[row]), int(selection.block_counts[row])
         ids = selection.block_ids[row, :count].to(torch.int64)
-        keys = read_slots(cache.block_keys, plan.block_slots(int(plan.request_ids[row]), _upto(visible))).double()
+        slots = plan.block_slots(int(plan.request_ids[row]), torch.arange(visible, device=ids.device))
+        keys = read_slots(cache.block_keys, slots).double()
         query = index_q[row].double()
         exact = torch.relu(keys @ query.T).sum(1)
         bound = (keys.abs() @ query.abs().T).sum(1) * (query.shape[1] + 8) * 2.0**-24
-        chosen = torch.zeros(visible, dtype=torch.bool, device="cuda")
+        chosen = torch.zeros(visible, dtype=torch.bool, device=ids.device)
         chosen[ids] = True
         if count != min(TOPK, visible) or int(chosen.sum()) != count or not bool((ids.diff() > 0).all()):
             raise GateError(f"ids of row {row} are not {min(TOPK, visible)} blocks in order")
@@ -68,8 +69,8 @@ def check_attention(
     for row in rows:
         count, visible = int(selection.block_counts[row]), int(plan.visible_blocks[row])
         ids = selection.block_ids[row, :count].to(torch.int64)
-        tail = torch.arange(visible * BLOCK, int(plan.positions[row]) + 1, device="cuda")
-        tokens = torch.cat([(ids[:, None] * BLOCK + _upto(BLOCK)).flatten(), tail])
+        tail = torch.arange(visible * BLOCK, int(plan.positions[row]) + 1, device=ids.device)
+        tokens = torch.cat([(ids[:, None] * BLOCK + torch.arange(BLOCK, device=ids.device)).flatten(), tail])
         slots = plan.token_slots(int(plan.request_ids[row]), tokens)
         k, v = (read_slots(x, slots).float() for x in (cache.k_pages, cache.v_pages))
         grouped = q[row].float().view(cache.kv_heads, -1, cache.head_dim)
@@ -80,7 +81,3 @@ def check_attention(
     if not worst < LARGEST_OUTPUT_ERROR:
         raise GateError(f"outputs are off by {worst:.2g}")
     return worst
-
-
-def _upto(count: int) -> torch.Tensor:
-    return torch.arange(count, device="cuda")

@@ -1,4 +1,4 @@
-"""Random tensors at the released checkpoint's shapes, for measurements on a GPU: shuffled pages, drifting rows."""
+"""Random tensors at the released checkpoint's shapes, where their generator lives: shuffled pages, drifting rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ROTARY, MROPE = 64, (11, 11, 10)
 
 
 def randn(generator: torch.Generator, *size: int) -> torch.Tensor:
-    """Gaussian bf16 numbers on the GPU."""
-    return torch.randn(*size, device="cuda", generator=generator, dtype=torch.bfloat16)
+    """Gaussian bf16 numbers."""
+    return torch.randn(*size, device=generator.device, generator=generator, dtype=torch.bfloat16)
 
 
 def normed(x: torch.Tensor) -> torch.Tensor:
@@ -23,20 +23,25 @@ def shuffled_pages(requests: int, context: int, generator: torch.Generator) -> t
     """[requests, pages] int32 page table in random order, and the number of pages of the pool; page 0 is nobody's."""
     pages = -(-context // PAGE)
     total = requests * pages + 1
-    order = torch.randperm(total - 1, device="cuda", generator=generator).to(torch.int32) + 1
+    order = torch.randperm(total - 1, device=generator.device, generator=generator).to(torch.int32) + 1
     return order.view(requests, pages).contiguous(), total
 
 
+def packed_pool(pages: int, kv_heads: int, generator: torch.Generator) -> torch.Tensor:
+    """[pages, tokens, heads, 2 * D] K beside V, a view of [pages, heads, tokens, 2 * D] as vLLM lays it out."""
+    pool = torch.empty(pages, kv_heads, PAGE, 2 * HEAD_DIM, device=generator.device, dtype=torch.bfloat16)
+    return pool.normal_(generator=generator).transpose(1, 2)
+
+
 def keys_and_values(pages: int, kv_heads: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as views of one packed pool [pages, heads, tokens, 2 * D], as vLLM lays it out."""
-    pool = torch.empty(pages, kv_heads, PAGE, 2 * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    k, v = pool.normal_(generator=generator).transpose(1, 2).split(HEAD_DIM, dim=-1)
+    """K and V as views of one packed pool."""
+    k, v = packed_pool(pages, kv_heads, generator).split(HEAD_DIM, dim=-1)
     return k, v
 
 
 def drifting(rows: int, keep: float, generator: torch.Generator) -> torch.Tensor:
     """[rows, Hi, Di] normed index queries, each `keep` of the one before it and the rest new."""
-    steps = torch.randn(rows, INDEX_HEADS * INDEX_DIM, device="cuda", generator=generator)
+    steps = torch.randn(rows, INDEX_HEADS * INDEX_DIM, device=generator.device, generator=generator)
     fresh = (1 - keep**2) ** 0.5
     for row in range(1, rows if keep else 0):
         steps[row] = keep * steps[row - 1] + fresh * steps[row]
@@ -46,6 +51,6 @@ def drifting(rows: int, keep: float, generator: torch.Generator) -> torch.Tensor
 def sliding(rows: int, blocks: int, churn: float, generator: torch.Generator) -> torch.Tensor:
     """[rows, K] int32 distinct blocks in no order; each row has `churn` of its blocks new against the row before it."""
     step = round(churn * TOPK)
-    order = torch.randperm(blocks, device="cuda", generator=generator)
-    places = torch.arange(rows, device="cuda")[:, None] * step + torch.arange(TOPK, device="cuda")
+    order = torch.randperm(blocks, device=generator.device, generator=generator)
+    places = torch.arange(rows, device=generator.device)[:, None] * step + torch.arange(TOPK, device=generator.device)
     return order[places % blocks].to(torch.int32)
