@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -25,17 +26,23 @@ CURVES = (
     ("vllm attend", "vLLM 0.33", "b"),
     ("flashqsa attend", "FlashQSA", "a"),
 )
+GROWING = (("flashqsa", "FlashQSA", "a"), ("vllm", "vLLM 0.33", "b"), ("floor", "floor", "d"))
 DECODES = ("1 x 8192", "1 x 131072", "1 x 1048576", "32 x 131072", "128 x 131072", "256 x 8192")
 
 
-def pictures(decode: Sequence[Row], prefill: Sequence[Row]) -> dict[str, str]:
+def pictures(decode: Sequence[Row], prefill: Sequence[Row], curves: Sequence[Row]) -> dict[str, str]:
     """SVG by file name; those without results are left out.
 
     Args:
         decode: Rows of gpu-decode.
         prefill: Rows of gpu-prefill.
+        curves: Rows of gpu-curves.
     """
-    made = {"overlap.svg": overlap_curve(rows_of(prefill, "gpu curve")), "time.svg": stage_shares(decode, prefill)}
+    made = {
+        "overlap.svg": overlap_curve(rows_of(prefill, "gpu curve")),
+        "time.svg": stage_shares(decode, prefill),
+        "growth.svg": growth(curves),
+    }
     return {name: text for name, text in made.items() if text is not None}
 
 
@@ -74,6 +81,67 @@ def overlap_curve(rows: Sequence[Row]) -> str | None:
         parts.append(_text(x(1 - rows[-1]["churn"]) + 10, y(values[-1] / 1e3) + 4, label, ""))
     title = "Time of attention against the share of blocks that neighbouring rows have in common"
     return _page(width, height, title, parts)
+
+
+def growth(rows: Sequence[Row]) -> str | None:
+    """Time of selection and attention as one number of the step grows, a panel each; both axes are logarithmic."""
+    axes: dict[str, str] = {}
+    for row in rows:
+        axes |= row["curves"]
+    points = {name: sorted((row for row in rows if name in row["curves"]), key=lambda row: row[axes[name]])
+              for name in axes}  # fmt: skip
+    shown = [name for name in axes if len(points[name]) > 1]
+    if not shown:
+        return None
+    width, top, wide, high = 760, 52, 372, 260
+    parts = [_text(16, 27, "Selection and attention as the work grows: microseconds", "name")]
+    for place, (_, label, style) in enumerate(GROWING):
+        x = 440 + 112 * place
+        parts += [f'<path class="line {style}" d="M{x} 22 h24"/>', _text(x + 30, 27, label, "small")]
+    for place, name in enumerate(shown):
+        parts += _panel(8 + place % 2 * wide, top + place // 2 * high, wide, high, name, axes[name], points[name])
+    return _page(width, top + -(-len(shown) // 2) * high, "Time of selection and attention as the work grows", parts)
+
+
+def _panel(left: int, top: int, wide: int, high: int, name: str, axis: str, rows: Sequence[Row]) -> list[str]:
+    """One curve of each contender and of the floor; a contender that was not measured everywhere is left out."""
+    times = {
+        "floor": [row["floor_us"] for row in rows],
+        **{e: [row[e]["all"]["median_us"] for row in rows] for e in ("flashqsa", "vllm") if all(r[e] for r in rows)},
+    }
+    every = [us for values in times.values() for us in values]
+    low = math.floor(math.log10(min(every)))
+    most = max(low + 1, math.ceil(math.log10(max(every))))
+    start, end = math.log2(rows[0][axis]), math.log2(rows[-1][axis])
+    west, east, north, south = left + 52, left + wide - 16, top + 28, top + high - 28
+
+    def x(number: float) -> float:
+        return west + (math.log2(number) - start) / (end - start) * (east - west)
+
+    def y(us: float) -> float:
+        return south - (math.log10(us) - low) / (most - low) * (south - north)
+
+    parts = [_text(west, top + 14, name, "small")]
+    for power in range(low, most + 1):
+        parts.append(f'<path class="grid" d="M{west} {y(10**power):.1f} H{east}"/>')
+        parts.append(_text(west - 8, y(10**power) + 4, f"{10**power:,g}", "small end"))
+    last = -math.inf
+    for number in (row[axis] for row in rows):
+        if x(number) - last > 26:
+            last = x(number)
+            parts.append(_text(last, south + 18, _short(number), "small middle"))
+    for engine, _, style in GROWING:
+        if engine in times:
+            line = " ".join(f"{x(r[axis]):.1f},{y(us):.1f}" for r, us in zip(rows, times[engine], strict=True))
+            parts.append(f'<polyline class="line {style}" points="{line}"/>')
+    return parts
+
+
+def _short(number: int) -> str:
+    for power, unit in ((20, "M"), (10, "k")):
+        if number >= 1 << power:
+            return f"{number >> power}{unit}"
+    return str(number)
 
 
 def stage_shares(decode: Sequence[Row], prefill: Sequence[Row]) -> str | None:

@@ -156,7 +156,7 @@ def test_shares_of_stages_fill_their_bars():
     widths = [float(found) for found in re.findall(r'class="f." [^>]*width="([\d.]+)"', picture)]
     assert widths[0] == pytest.approx(3 * widths[1], abs=0.2)
     assert "decode, 1 x 131,072 tokens" in picture
-    assert report_pictures.pictures([], []) == {}
+    assert report_pictures.pictures([], [], []) == {}
 
 
 def test_reported_results_are_shown_and_others_refused(tmp_path: Path):

@@ -1,0 +1,42 @@
+"""Tables of the GPU's result files beside those of the stages: cuDNN's selection, and cost as the work grows."""
+
+from __future__ import annotations
+
+from benchmarks.report_gpu import MISSING, decode_table, origin
+from benchmarks.tables import NOT_MEASURED, Row, markdown_table
+
+
+def sections(decode: list[Row], curves: list[Row]) -> dict[str, str]:
+    """Text of each section by the name in its markers.
+
+    Args:
+        decode: Rows of gpu-decode, like the others of the benchmark of their name.
+        curves: Rows of gpu-curves.
+    """
+    return {
+        "gpu-cudnn": cudnn_table(decode),
+        "gpu-curves": curves_section(curves),
+        "gpu-curves-origin": origin(curves),
+    }
+
+
+def cudnn_table(decode: list[Row]) -> str:
+    """Selection alone, where cuDNN's was measured."""
+    lines = []
+    for row in decode:
+        if not row.get("cudnn"):
+            continue
+        ours, theirs = (row[engine]["select"]["median_us"] for engine in ("flashqsa", "cudnn"))
+        vllm = f"{row['vllm']['select']['median_us']:.1f}" if row["vllm"] else MISSING
+        floor = f"{row['select_floor_us']:.1f}"
+        lines.append((row["name"], f"{theirs:.1f}", vllm, f"{ours:.1f}", f"{ours / theirs:.2f}", floor))
+    head = ("requests x context", "cuDNN, us", "vLLM 0.33, us", "FlashQSA, us", "FlashQSA / cuDNN", "floor, us")
+    return markdown_table(head, lines)
+
+
+def curves_section(rows: list[Row]) -> str:
+    """The picture and its figures."""
+    if not rows:
+        return NOT_MEASURED
+    picture = "![Time of selection and attention by context, requests and rows, with the floor](img/growth.svg)"
+    return f"{picture}\n\n{decode_table(rows)}"

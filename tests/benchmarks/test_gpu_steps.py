@@ -1,0 +1,121 @@
+"""Benchmarks of whole steps on a GPU: their shapes, what they say of a peer, and what is reported of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.gpu_decode import Shape
+
+from benchmarks import gpu_curves, gpu_decode, report_pictures, report_steps, tables
+
+FACTS = {
+    "environment": {"commit": "0123456789ab", "date": "2030-01-02", "device": "A card", "cuda": "13", "python": "3.11",
+                    "torch": "2", "triton": "3"},
+    "command": "python -m benchmarks gpu-curves", "copy_bytes_per_us": 4e6, "matmul_flop_per_us": 8e8,
+}  # fmt: skip
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.fixture(scope="module")
+def decode_work() -> gpu_decode.Workload:
+    return gpu_decode.Workload(Shape(2, 4096), generator())
+
+
+def spreads(**medians: float) -> dict[str, dict[str, float]]:
+    return {stage: {"median_us": time} for stage, time in medians.items()}
+
+
+def curve_row(curves: dict[str, str], *, vllm: bool = True, **shape: int) -> tables.Row:
+    numbers = {"requests": 1, "context": 4096, "rows": 1} | shape
+    ours = spreads(all=10.0 * numbers["rows"], select=4.0, attend=6.0)
+    theirs = spreads(all=20.0, select=8.0, expand=4.0, attend=8.0) if vllm else None
+    return FACTS | numbers | {
+        "measure": "gpu curves", "curves": curves, "name": "a step", "floor_us": 2.0, "flashqsa": ours, "vllm": theirs,
+    }  # fmt: skip
+
+
+def test_curves_reach_what_they_are_for():
+    by_name = {curve.name: curve for curve in gpu_curves.CURVES}
+    for name in ("context, 1 request", "context, 32 requests"):
+        contexts = [shape.context for shape in by_name[name].shapes]
+        assert contexts[0] == 4096
+        assert contexts[-1] == 1 << 20
+    assert [shape.requests for shape in by_name["requests at 32,768"].shapes][-1] == 512
+    assert [shape.rows for shape in by_name["rows, 32 requests"].shapes][-1] == 16
+    for curve in gpu_curves.CURVES:
+        assert len({getattr(shape, curve.axis) for shape in curve.shapes}) == len(curve.shapes)
+
+
+def test_a_shape_on_two_curves_is_measured_once():
+    points = gpu_curves.points_of(gpu_curves.CURVES)
+    assert points[Shape(32, 131072)] == {"context, 32 requests": "context", "rows, 32 requests": "rows"}
+    assert len(points) < sum(len(curve.shapes) for curve in gpu_curves.CURVES)
+
+
+def test_floors_count_keys_once_and_selected_blocks_once(decode_work: gpu_decode.Workload):
+    assert decode_work.key_bytes() == 2 * 1024 * 128 * 2
+    assert decode_work.attended_bytes() == 2 * 512 * 4 * 2 * 2 * 256 * 2
+
+
+def cudnn_like(ids: torch.Tensor) -> Callable[..., dict[str, torch.Tensor]]:
+    def select(
+        q: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, *, seq_q: int, top_k: int
+    ) -> dict[str, torch.Tensor]:
+        assert (q.shape, keys.shape) == ((2, 4, 128), (129, 16, 1, 128))
+        assert (table.shape, lens.tolist(), seq_q, top_k) == ((2, 64), [4096, 4096], 1, 512)
+        return {"block_ids": ids}
+
+    return select
+
+
+def test_cudnn_is_measured_where_it_selects_the_same(decode_work: gpu_decode.Workload, capsys: Any):
+    ids = decode_work.selection.block_ids
+    assert gpu_decode.cudnn_call(cudnn_like(ids.flip(1)), decode_work) is not None
+    assert gpu_decode.cudnn_call(cudnn_like(ids * 0 + 7), decode_work) is None
+    assert "selects other blocks at 2 x 4096" in capsys.readouterr().out
+    assert gpu_decode.cudnn_call(lambda *_, **__: 1 // 0, decode_work) is None
+    assert "fails at 2 x 4096: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_without_its_packages_cudnn_is_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setattr(gpu_decode, "CUDNN", "no_such_package.selection")
+    assert gpu_decode.peer_cudnn() is None
+    assert "cuDNN's selection is left out: No module named 'no_such_package'" in capsys.readouterr().out
+
+
+def test_cudnns_table_holds_the_rows_that_have_it():
+    row = curve_row({}) | {"select_floor_us": 1.0, "cudnn": spreads(select=5.0)}
+    text = report_steps.cudnn_table([row, curve_row({}), row | {"cudnn": None}, row | {"vllm": None}])
+    assert "| a step | 5.0 | 8.0 | 4.0 | 0.80 | 1.0 |" in text
+    assert "| a step | 5.0 | not measured | 4.0 | 0.80 | 1.0 |" in text
+    assert len(text.splitlines()) == 4
+
+
+def test_without_results_nothing_is_shown():
+    sections = report_steps.sections([], [])
+    assert sections["gpu-cudnn"] == sections["gpu-curves"] == tables.NOT_MEASURED
+    assert report_pictures.growth([]) is None
+    assert report_pictures.growth([curve_row({"rows": "rows"})]) is None, "one point is no curve"
+
+
+def test_growth_is_drawn_with_its_floor_and_by_what_grows():
+    shared = curve_row({"rows": "rows", "context": "context"})
+    rows = [shared, curve_row({"rows": "rows"}, rows=2), curve_row({"context": "context"}, vllm=False, context=65536)]
+    picture = report_pictures.growth(rows)
+    assert picture is not None
+    lines = re.findall(r'polyline class="line (.)" points="([^"]+)"', picture)
+    assert [style for style, _ in lines] == ["a", "b", "d", "a", "d"], "one panel has vLLM's figures, the other not"
+    heights = [[float(point.split(",")[1]) for point in line.split()] for _, line in lines]
+    assert heights[0][0] > heights[0][1] == heights[1][0] == heights[1][1], "two rows take ours as long as theirs"
+    assert heights[2][0] == heights[2][1] > heights[0][0]
+    assert "64k" in picture
+    section = report_steps.sections([], rows)
+    assert "img/growth.svg" in section["gpu-curves"]
+    assert "0123456789ab" in section["gpu-curves-origin"]
