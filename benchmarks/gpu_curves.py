@@ -40,11 +40,12 @@ class Curve:
 
 
 CONTEXTS = tuple(4096 << n for n in range(9))
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CURVES = (
     Curve("context, 1 request", "context", tuple(Shape(1, context) for context in CONTEXTS)),
     Curve("context, 32 requests", "context", tuple(Shape(32, context) for context in CONTEXTS)),
     Curve("requests at 32,768", "requests", tuple(Shape(1 << n, 32768) for n in range(10))),
-    Curve("rows, 32 requests", "rows", tuple(Shape(32, 131072, rows=rows) for rows in (1, 2, 3, 4, 6, 8, 12, 16))),
+    Curve("rows of 32 requests at 131,072", "rows", tuple(Shape(32, 131072, rows=rows) for rows in ROWS)),
 )
 
 

@@ -35,7 +35,7 @@ from benchmarks.gpu_workload import (
     randn,
     shuffled_pages,
 )
-from flashqsa import LayerCache, plan_step, prepare
+from flashqsa import LayerCache, StepPlan, plan_step, prepare
 from flashqsa.preparation import NormWeights
 from flashqsa.results import Prepared
 from flashqsa.rope import RopeTable
@@ -43,6 +43,8 @@ from flashqsa.rope import RopeTable
 NAME = "gpu-prepare"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_prepare.jsonl"
 RING_TOKENS = BLOCK
+Rope = tuple[torch.Tensor, RopeTable]
+"""[3, T] positions and the table."""
 LARGEST_ERROR = 2**-7
 """Of a bf16 result beside the torch backend's, as a share of the largest: one place of bf16."""
 
@@ -75,27 +77,27 @@ class Workload:
         self.cache = LayerCache(
             k_pages, v_pages, randn(generator, pages, PAGE // BLOCK, INDEX_DIM),
             randn(generator, shape.requests, RING_TOKENS, INDEX_DIM),
-            torch.zeros(shape.requests, RING_TOKENS, 3, dtype=torch.int64, device="cuda"),
+            torch.zeros(shape.requests, RING_TOKENS, 3, dtype=torch.int64, device=generator.device),
         )  # fmt: skip
         self.qkv = randn(generator, self.count, (2 * Q_HEADS + 2 * KV_HEADS) * HEAD_DIM)
         heads = self.qkv.view(self.count, -1, HEAD_DIM)
         self.q_gate = heads[:, : 2 * Q_HEADS].view(self.count, Q_HEADS, 2 * HEAD_DIM)
         self.k, self.v = heads[:, 2 * Q_HEADS :].split(KV_HEADS, dim=1)
         self.index_qk = randn(generator, self.count, INDEX_HEADS + 1, INDEX_DIM)
-        own = torch.arange(shape.rows, device="cuda").repeat(shape.requests) + shape.context - shape.rows
+        own = torch.arange(shape.rows, device=generator.device).repeat(shape.requests) + shape.context - shape.rows
         self.positions = own.expand(3, -1).contiguous()
         self.rope = RopeTable.build(
-            {"rope_theta": 1e7}, rotary_dim=ROTARY, num_positions=shape.context, mrope_section=MROPE, device="cuda",
-            dtype=torch.bfloat16,
+            {"rope_theta": 1e7}, rotary_dim=ROTARY, num_positions=shape.context, mrope_section=MROPE,
+            device=generator.device, dtype=torch.bfloat16,
         )  # fmt: skip
         self.norms = NormWeights(*(randn(generator, dim) for dim in (HEAD_DIM, HEAD_DIM, INDEX_DIM, INDEX_DIM)))
-        starts = torch.arange(shape.requests + 1, device="cuda") * shape.rows
+        starts = torch.arange(shape.requests + 1, device=generator.device) * shape.rows
         self.plan = plan_step(
             starts.to(torch.int32),
-            torch.full((shape.requests,), shape.context, dtype=torch.int32, device="cuda"), table,
+            torch.full((shape.requests,), shape.context, dtype=torch.int32, device=generator.device), table,
             page_tokens=PAGE, block_tokens=BLOCK, topk_blocks=TOPK, max_query_len=shape.rows,
             max_seq_len=shape.context, num_pages=pages, num_rows=self.count, ring_tokens=RING_TOKENS,
-            ring_ids=torch.arange(shape.requests, dtype=torch.int32, device="cuda"),
+            ring_ids=torch.arange(shape.requests, dtype=torch.int32, device=generator.device),
         )  # fmt: skip
         q = self.qkv.new_empty(self.count, Q_HEADS, HEAD_DIM)
         index_q = self.qkv.new_empty(self.count, INDEX_HEADS, INDEX_DIM)
@@ -136,32 +138,60 @@ class Workload:
         return {"error": worst}
 
 
+class PeerStep:
+    """What vLLM's operator wants of a step beside the plan, the same for all layers.
+
+    Args:
+        requests: Requests of the step.
+        rows: Rows of each.
+        context: Tokens of each, these rows included.
+        plan: The step.
+    """
+
+    def __init__(self, requests: int, rows: int, context: int, plan: StepPlan) -> None:
+        self.plan, self.requests, device = plan, requests, plan.device
+        numbers = torch.arange(requests * rows, device=device)
+        self.positions, request = plan.positions.contiguous(), numbers // rows
+        self.rings = torch.arange(1, requests + 1, device=device, dtype=torch.int32)[:, None]
+        last = numbers + RING_TOKENS >= plan.query_starts[request + 1]
+        self.ring_slots = torch.where(last, (request + 1) * RING_TOKENS + self.positions % RING_TOKENS, -1)
+        closing = max(context // BLOCK - (context - rows) // BLOCK, 1)
+        pairs = [torch.arange(n, device=device) for n in (requests, closing)]
+        items = torch.stack([pairs[0].repeat_interleave(closing), pairs[1].repeat(requests)], 1)
+        self.items = items.to(torch.int32).contiguous()
+
+    def ring(self) -> torch.Tensor:
+        """An empty ring of a layer: behind each raw key its positions as int64, in units of bf16."""
+        shape = (self.requests + 1, RING_TOKENS, 1, INDEX_DIM + 3 * 4)
+        return torch.zeros(shape, device=self.plan.device, dtype=torch.bfloat16)
+
+    def prepare(
+        self, vllm: Any, index_q: torch.Tensor, index_k: torch.Tensor, qkv: torch.Tensor, rope: Rope,
+        norms: NormWeights, out: torch.Tensor, ring: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Queries and gates of the main attention; index queries go to `out`, block keys, K and V to `caches`."""
+        positions, table = rope
+        keys, pool = caches
+        return vllm.qsa_prepare.qsa_prepare(
+            index_q, index_k, positions, table.cos_sin, norms.index_q, norms.index_k, norms.eps, out, ring,
+            self.ring_slots, self.rings, self.plan.query_starts, self.positions, keys, self.plan.closed_block_slot_ids,
+            self.items, compress_ratio=BLOCK, mrope_section=list(MROPE), rope_pos_offset=INDEX_DIM, main_qkv=qkv,
+            main_q_norm_weight=norms.q, main_k_norm_weight=norms.k, main_eps=norms.eps, main_kv_cache=pool,
+            main_slot_mapping=self.plan.slot_ids, main_k_scale=1.0, main_v_scale=1.0,
+        )  # fmt: skip
+
+
 def peer_call(vllm: Any, work: Workload) -> Callable[[], object]:
     """vLLM's operator on the same projections, with rings and work lists of its own making."""
-    shape, plan, count = work.shape, work.plan, work.count
-    width = INDEX_DIM + 3 * 4  # positions lie behind each raw key as int64, in units of bf16
-    ring = torch.zeros(shape.requests + 1, RING_TOKENS, 1, width, device="cuda", dtype=torch.bfloat16)
-    rings = torch.arange(1, shape.requests + 1, device="cuda", dtype=torch.int32)[:, None]
-    rows = torch.arange(count, device="cuda")
-    own, request = work.positions[0].contiguous(), rows // shape.rows
-    last = rows + RING_TOKENS >= plan.query_starts[request + 1]
-    ring_slots = torch.where(last, (request + 1) * RING_TOKENS + own % RING_TOKENS, -1)
-    closing = max(shape.context // BLOCK - (shape.context - shape.rows) // BLOCK, 1)
-    pairs = [torch.arange(n, device="cuda") for n in (shape.requests, closing)]
-    work_list = torch.stack([pairs[0].repeat_interleave(closing), pairs[1].repeat(shape.requests)], 1)
+    shape, count = work.shape, work.count
+    step = PeerStep(shape.requests, shape.rows, shape.context, work.plan)
     index_q, index_k = work.index_qk[:, :-1].reshape(count, -1), work.index_qk[:, -1].contiguous()
-    out = torch.empty_like(work.views.index_q)
-    pool = torch.zeros(work.cache.k_pages.shape[0], KV_HEADS, PAGE, 2 * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    keys = torch.zeros_like(work.cache.block_keys).unsqueeze(2)
-    items = work_list.to(torch.int32).contiguous()
-    norms = work.norms
-    return lambda: vllm.qsa_prepare.qsa_prepare(
-        index_q, index_k, work.positions, work.rope.cos_sin, norms.index_q, norms.index_k, 1e-6, out, ring, ring_slots,
-        rings, plan.query_starts, own, keys, plan.closed_block_slot_ids, items, compress_ratio=BLOCK,
-        mrope_section=list(MROPE), rope_pos_offset=INDEX_DIM, main_qkv=work.qkv, main_q_norm_weight=norms.q,
-        main_k_norm_weight=norms.k, main_eps=1e-6, main_kv_cache=pool.transpose(1, 2), main_slot_mapping=plan.slot_ids,
-        main_k_scale=1.0, main_v_scale=1.0,
-    )  # fmt: skip
+    pool = work.qkv.new_zeros(work.cache.k_pages.shape[0], KV_HEADS, PAGE, 2 * HEAD_DIM).transpose(1, 2)
+    caches = torch.zeros_like(work.cache.block_keys).unsqueeze(2), pool
+    out, ring = torch.empty_like(work.views.index_q), step.ring()
+    return lambda: step.prepare(
+        vllm, index_q, index_k, work.qkv, (work.positions, work.rope), work.norms, out, ring, caches
+    )
 
 
 def measure(shape: Shape, vllm: Any, timer: Timer, ceilings: Ceilings, generator: torch.Generator) -> dict[str, Any]:

@@ -39,13 +39,18 @@ def keys_and_values(pages: int, kv_heads: int, generator: torch.Generator) -> tu
     return k, v
 
 
-def drifting(rows: int, keep: float, generator: torch.Generator) -> torch.Tensor:
-    """[rows, Hi, Di] normed index queries, each `keep` of the one before it and the rest new."""
-    steps = torch.randn(rows, INDEX_HEADS * INDEX_DIM, device=generator.device, generator=generator)
+def drifting_rows(rows: int, width: int, keep: float, generator: torch.Generator) -> torch.Tensor:
+    """[rows, width] fp32 Gaussian rows, each `keep` of the one before it and the rest new."""
+    steps = torch.randn(rows, width, device=generator.device, generator=generator)
     fresh = (1 - keep**2) ** 0.5
     for row in range(1, rows if keep else 0):
         steps[row] = keep * steps[row - 1] + fresh * steps[row]
-    return normed(steps.view(rows, INDEX_HEADS, INDEX_DIM))
+    return steps
+
+
+def drifting(rows: int, keep: float, generator: torch.Generator) -> torch.Tensor:
+    """[rows, Hi, Di] normed index queries, each `keep` of the one before it and the rest new."""
+    return normed(drifting_rows(rows, INDEX_HEADS * INDEX_DIM, keep, generator).view(rows, INDEX_HEADS, INDEX_DIM))
 
 
 def sliding(rows: int, blocks: int, churn: float, generator: torch.Generator) -> torch.Tensor:

@@ -13,6 +13,7 @@ from benchmarks import (
     gpu_decode,
     gpu_prefill,
     gpu_prepare,
+    gpu_stack,
     hf_decode_cpu,
     hf_layer_gpu,
     report_gpu,
@@ -37,10 +38,10 @@ def run(options: argparse.Namespace) -> int:
     sections = all_sections(read_rows(RESULTS)) | decode_sections(read_rows(hf_decode_cpu.RESULTS))
     on_gpu = [read_rows(benchmark.RESULTS) for benchmark in (gpu_decode, gpu_prefill, gpu_prepare, hf_layer_gpu)]
     sections |= report_gpu.sections(*on_gpu) | {"reported": reported_table()}
-    curves = read_rows(gpu_curves.RESULTS)
-    sections |= report_steps.sections(on_gpu[0], curves)
+    steps = [read_rows(benchmark.RESULTS) for benchmark in (gpu_curves, gpu_stack)]
+    sections |= report_steps.sections(on_gpu[0], *steps)
     texts = {page: with_sections(page.read_text(encoding="utf-8"), sections) for page in PAGES}
-    drawn = report_pictures.pictures(*on_gpu[:2], curves)
+    drawn = report_pictures.pictures(*on_gpu[:2], steps[0])
     texts |= {ROOT / "docs" / "img" / name: text for name, text in drawn.items()}
     stale = []
     for page, text in texts.items():

@@ -90,13 +90,13 @@ def growth(rows: Sequence[Row]) -> str | None:
         axes |= row["curves"]
     points = {name: sorted((row for row in rows if name in row["curves"]), key=lambda row: row[axes[name]])
               for name in axes}  # fmt: skip
-    shown = [name for name in axes if len(points[name]) > 1]
+    shown = [name for name in sorted(axes) if len(points[name]) > 1]
     if not shown:
         return None
     width, top, wide, high = 760, 52, 372, 260
     parts = [_text(16, 27, "Selection and attention as the work grows: microseconds", "name")]
     for place, (_, label, style) in enumerate(GROWING):
-        x = 440 + 112 * place
+        x = 452 + 112 * place
         parts += [f'<path class="line {style}" d="M{x} 22 h24"/>', _text(x + 30, 27, label, "small")]
     for place, name in enumerate(shown):
         parts += _panel(8 + place % 2 * wide, top + place // 2 * high, wide, high, name, axes[name], points[name])

@@ -1,4 +1,4 @@
-"""Tables of the GPU's result files beside those of the stages: cuDNN's selection, and cost as the work grows."""
+"""Tables of the GPU's result files beside those of the stages: cuDNN's selection, growth, a stack."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from benchmarks.report_gpu import MISSING, decode_table, origin
 from benchmarks.tables import NOT_MEASURED, Row, markdown_table
 
 
-def sections(decode: list[Row], curves: list[Row]) -> dict[str, str]:
+def sections(decode: list[Row], curves: list[Row], stack: list[Row]) -> dict[str, str]:
     """Text of each section by the name in its markers.
 
     Args:
         decode: Rows of gpu-decode, like the others of the benchmark of their name.
         curves: Rows of gpu-curves.
+        stack: Rows of gpu-stack.
     """
     return {
         "gpu-cudnn": cudnn_table(decode),
         "gpu-curves": curves_section(curves),
         "gpu-curves-origin": origin(curves),
+        "gpu-stack": stack_table(stack),
+        "gpu-stack-origin": origin(stack),
     }
 
 
@@ -40,3 +43,28 @@ def curves_section(rows: list[Row]) -> str:
         return NOT_MEASURED
     picture = "![Time of selection and attention by context, requests and rows, with the floor](img/growth.svg)"
     return f"{picture}\n\n{decode_table(rows)}"
+
+
+def stack_table(rows: list[Row]) -> str:
+    """A step of all layers, milliseconds."""
+    lines = []
+    for row in rows:
+        times = {name: spread["median_us"] / 1e3 for name, spread in row["times"].items()}
+        ours, floor = times["flashqsa"], row["floor_us"] / 1e3
+        lines.append(
+            (
+                "{}/{}".format(*row["heads"]),
+                f"{row['requests']} x {row['rows']:,} at {row['context']:,}",
+                f"{times['vllm']:.3f}" if "vllm" in times else MISSING,
+                f"{ours:.3f}",
+                f"{ours / times['vllm']:.2f}" if "vllm" in times else MISSING,
+                f"{times['projections']:.3f}",
+                f"{floor:.3f}",
+                f"{100 * floor / ours:.0f} %",
+            )
+        )
+    head = (
+        "heads", "rows at context", "vLLM 0.33, ms", "FlashQSA, ms", "ratio", "projections alone, ms", "floor, ms",
+        "share of floor",
+    )  # fmt: skip
+    return markdown_table(head, lines)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmarks.gpu_decode import Shape
 
-from benchmarks import gpu_curves, gpu_decode, report_pictures, report_steps, tables
+from benchmarks import gpu_curves, gpu_decode, gpu_stack, report_pictures, report_steps, tables
 
 FACTS = {
     "environment": {"commit": "0123456789ab", "date": "2030-01-02", "device": "A card", "cuda": "13", "python": "3.11",
@@ -48,14 +48,14 @@ def test_curves_reach_what_they_are_for():
         assert contexts[0] == 4096
         assert contexts[-1] == 1 << 20
     assert [shape.requests for shape in by_name["requests at 32,768"].shapes][-1] == 512
-    assert [shape.rows for shape in by_name["rows, 32 requests"].shapes][-1] == 16
+    assert [shape.rows for shape in by_name["rows of 32 requests at 131,072"].shapes][-1] == 16
     for curve in gpu_curves.CURVES:
         assert len({getattr(shape, curve.axis) for shape in curve.shapes}) == len(curve.shapes)
 
 
 def test_a_shape_on_two_curves_is_measured_once():
     points = gpu_curves.points_of(gpu_curves.CURVES)
-    assert points[Shape(32, 131072)] == {"context, 32 requests": "context", "rows, 32 requests": "rows"}
+    assert points[Shape(32, 131072)] == {"context, 32 requests": "context", "rows of 32 requests at 131,072": "rows"}
     assert len(points) < sum(len(curve.shapes) for curve in gpu_curves.CURVES)
 
 
@@ -99,8 +99,8 @@ def test_cudnns_table_holds_the_rows_that_have_it():
 
 
 def test_without_results_nothing_is_shown():
-    sections = report_steps.sections([], [])
-    assert sections["gpu-cudnn"] == sections["gpu-curves"] == tables.NOT_MEASURED
+    sections = report_steps.sections([], [], [])
+    assert {sections[name] for name in ("gpu-cudnn", "gpu-curves", "gpu-stack")} == {tables.NOT_MEASURED}
     assert report_pictures.growth([]) is None
     assert report_pictures.growth([curve_row({"rows": "rows"})]) is None, "one point is no curve"
 
@@ -111,11 +111,61 @@ def test_growth_is_drawn_with_its_floor_and_by_what_grows():
     picture = report_pictures.growth(rows)
     assert picture is not None
     lines = re.findall(r'polyline class="line (.)" points="([^"]+)"', picture)
-    assert [style for style, _ in lines] == ["a", "b", "d", "a", "d"], "one panel has vLLM's figures, the other not"
+    assert [style for style, _ in lines] == ["a", "d", "a", "b", "d"], "one panel has vLLM's figures, the other not"
     heights = [[float(point.split(",")[1]) for point in line.split()] for _, line in lines]
-    assert heights[0][0] > heights[0][1] == heights[1][0] == heights[1][1], "two rows take ours as long as theirs"
-    assert heights[2][0] == heights[2][1] > heights[0][0]
+    assert heights[2][0] > heights[2][1] == heights[3][0] == heights[3][1], "two rows take ours as long as theirs"
+    assert heights[4][0] == heights[4][1] > heights[2][0]
     assert "64k" in picture
-    section = report_steps.sections([], rows)
+    section = report_steps.sections([], rows, [])
     assert "img/growth.svg" in section["gpu-curves"]
     assert "0123456789ab" in section["gpu-curves-origin"]
+
+
+def test_the_stack_is_the_released_one_and_fits_its_card():
+    found = {(shape.heads, shape.requests, shape.rows) for shape in gpu_stack.SHAPES}
+    assert found == {(heads, *step) for heads in ((24, 2), (6, 1)) for step in ((1, 1), (32, 1), (1, 8192))}
+    assert gpu_stack.weight_numbers((24, 2)) == 2560 * (24 * 512 + 4 * 256 + 5 * 128 + 24 * 256)
+    largest = max(map(gpu_stack.cache_bytes, gpu_stack.SHAPES))
+    assert largest == 32 * 131072 * (2 * 2 * 256 * 2 + 128 // 4 * 2)
+    assert gpu_stack.LAYERS * (largest + 2 * gpu_stack.weight_numbers((24, 2))) < 115e9
+
+
+@pytest.fixture(scope="module")
+def stack() -> gpu_stack.Stack:
+    return gpu_stack.Stack(gpu_stack.Shape(2, 1, 3000, (6, 1)), generator(), layers=2)
+
+
+def test_a_stack_passes_its_gate_and_its_floor_counts_what_it_reads(stack: gpu_stack.Stack):
+    with torch.no_grad():
+        errors, selection = stack.gate_correctness()
+        assert not torch.equal(stack.flashqsa(), stack.projections())
+    assert errors["output"] < 4e-3
+    ceilings = gpu_stack.Ceilings(2.0, 1.0)
+    numbers = gpu_stack.weight_numbers((6, 1)) + 2 * 750 * 128 + 2 * 2048 * 512
+    assert stack.floor_us(selection, ceilings) == 2 * numbers
+    prefill = gpu_stack.Stack(gpu_stack.Shape(1, 20, 3000, (6, 1)), generator(), layers=1)
+    with torch.no_grad():
+        _, selection = prefill.gate_correctness()
+    scored = sum((2980 + row + 1) // 4 for row in range(20))
+    attended = 20 * 2048 + sum((2980 + row + 1) % 4 for row in range(20))
+    flop = 2 * 20 * gpu_stack.weight_numbers((6, 1)) + 2 * scored * 512 + 4 * attended * 6 * 256
+    assert prefill.floor_us(selection, ceilings) == flop
+
+
+def test_rings_of_both_engines_hold_the_same(stack: gpu_stack.Stack):
+    cache = stack.layers[1].cache
+    ring = gpu_stack.Peer(None, stack).rings[1]
+    assert ring.shape == (3, 4, 1, 128 + 12)
+    assert torch.equal(ring[1:, :, 0, :128], cache.ring)
+    positions = ring[1:, :, 0, 128:].contiguous().view(torch.int64)
+    assert torch.equal(positions, cache.ring_positions)
+    assert all(position % 4 == slot for slot, position in enumerate(positions[0, :, 0].tolist()))
+
+
+def test_the_stacks_table_shows_losses_and_what_was_not_measured():
+    times = {"flashqsa": {"median_us": 3000.0}, "projections": {"median_us": 1000.0}, "vllm": {"median_us": 2000.0}}
+    row = {"heads": [6, 1], "requests": 1, "rows": 8192, "context": 131072, "floor_us": 600.0, "times": times}
+    text = report_steps.stack_table([row])
+    assert "| 6/1 | 1 x 8,192 at 131,072 | 2.000 | 3.000 | 1.50 | 1.000 | 0.600 | 20 % |" in text
+    del times["vllm"]
+    assert "| not measured | 3.000 | not measured | 1.000 |" in report_steps.stack_table([row])
