@@ -16,6 +16,7 @@ from benchmarks import (
     hf_layer_cpu,
     hf_layer_gpu,
     report,
+    sweep,
 )
 
 
@@ -23,7 +24,9 @@ def main(words: list[str] | None = None) -> int:
     """Run one benchmark or the tests of a GPU, or write the tables of the documentation from the result files."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    measured = (hf_layer_cpu, hf_decode_cpu, hf_layer_gpu, gpu_decode, gpu_prepare, gpu_prefill, gpu_curves, gpu_stack)
+    measured = (
+        hf_layer_cpu, hf_decode_cpu, hf_layer_gpu, gpu_decode, gpu_prepare, gpu_prefill, gpu_curves, gpu_stack, sweep,
+    )  # fmt: skip
     modules = {module.NAME: module for module in measured} | {"report": report, gpu_check.NAME: gpu_check}
     for name, module in modules.items():
         about = (module.__doc__ or "").split(":", 1)[-1].strip()

@@ -87,17 +87,18 @@ class Workload:
         self.table, pages = shuffled_pages(shape.requests, shape.context, generator)
         self.index_dtype = torch.float8_e4m3fn if shape.fp8_index else torch.bfloat16
         chosen_by_queries = shape.churn is None
-        keys = torch.empty(pages, PAGE // BLOCK, INDEX_DIM, dtype=torch.bfloat16, device="cuda")
+        keys = torch.empty(pages, PAGE // BLOCK, INDEX_DIM, dtype=torch.bfloat16, device=generator.device)
         if chosen_by_queries:
             keys = normed(keys.normal_(generator=generator))
         k, v = keys_and_values(pages, shape.heads[1], generator)
         self.cache = LayerCache(k, v, keys.to(self.index_dtype), None, None)
         self.q, self.gate = (randn(generator, count, shape.heads[0], HEAD_DIM) for _ in range(2))
         self.out = torch.empty_like(self.q)
-        starts = torch.arange(shape.requests + 1, device="cuda") * shape.rows
+        device = generator.device
+        starts = torch.arange(shape.requests + 1, device=device) * shape.rows
         self.plan = plan_step(
             starts.to(torch.int32),
-            torch.full((shape.requests,), shape.context, dtype=torch.int32, device="cuda"), self.table,
+            torch.full((shape.requests,), shape.context, dtype=torch.int32, device=device), self.table,
             page_tokens=PAGE, block_tokens=BLOCK, topk_blocks=TOPK, max_query_len=shape.rows,
             max_seq_len=shape.context, num_pages=pages, num_rows=count,
         )  # fmt: skip
@@ -169,7 +170,7 @@ class Workload:
 def peer_calls(vllm: Any, work: Workload) -> dict[str, Callable[[], object]]:
     """vLLM's operators on the tensors of a workload."""
     plan, shape, ops = work.plan, work.shape, vllm.qsa_indexer
-    packed = torch.empty(work.q.shape[0], BUDGET + BLOCK, dtype=torch.int32, device="cuda")
+    packed = torch.empty(work.q.shape[0], BUDGET + BLOCK, dtype=torch.int32, device=work.q.device)
     out, prefill = torch.empty_like(work.q), shape.rows > 16
     calls: dict[str, Callable[[], object]] = {}
     if shape.churn is None and vllm.with_topk:

@@ -19,6 +19,7 @@ from benchmarks import (
     report_gpu,
     report_pictures,
     report_steps,
+    sweep,
 )
 from benchmarks.environment import ROOT
 from benchmarks.hf_layer_cpu import RESULTS
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     sections = all_sections(read_rows(RESULTS)) | decode_sections(read_rows(hf_decode_cpu.RESULTS))
     on_gpu = [read_rows(benchmark.RESULTS) for benchmark in (gpu_decode, gpu_prefill, gpu_prepare, hf_layer_gpu)]
     sections |= report_gpu.sections(*on_gpu) | {"reported": reported_table()}
-    steps = [read_rows(benchmark.RESULTS) for benchmark in (gpu_curves, gpu_stack)]
+    steps = [read_rows(benchmark.RESULTS) for benchmark in (gpu_curves, gpu_stack, sweep)]
     sections |= report_steps.sections(on_gpu[0], *steps)
     texts = {page: with_sections(page.read_text(encoding="utf-8"), sections) for page in PAGES}
     drawn = report_pictures.pictures(*on_gpu[:2], steps[0])

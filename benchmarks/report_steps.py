@@ -1,18 +1,20 @@
-"""Tables of the GPU's result files beside those of the stages: cuDNN's selection, growth, a stack."""
+"""Tables of the GPU's result files beside those of the stages: cuDNN's selection, growth, a stack, tuning."""
 
 from __future__ import annotations
 
 from benchmarks.report_gpu import MISSING, decode_table, origin
+from benchmarks.sweep import chosen_time, difference
 from benchmarks.tables import NOT_MEASURED, Row, markdown_table
 
 
-def sections(decode: list[Row], curves: list[Row], stack: list[Row]) -> dict[str, str]:
+def sections(decode: list[Row], curves: list[Row], stack: list[Row], sweeps: list[Row]) -> dict[str, str]:
     """Text of each section by the name in its markers.
 
     Args:
         decode: Rows of gpu-decode, like the others of the benchmark of their name.
         curves: Rows of gpu-curves.
         stack: Rows of gpu-stack.
+        sweeps: Rows of sweep.
     """
     return {
         "gpu-cudnn": cudnn_table(decode),
@@ -20,6 +22,8 @@ def sections(decode: list[Row], curves: list[Row], stack: list[Row]) -> dict[str
         "gpu-curves-origin": origin(curves),
         "gpu-stack": stack_table(stack),
         "gpu-stack-origin": origin(stack),
+        "sweep": sweep_table(sweeps),
+        "sweep-origin": origin(sweeps),
     }
 
 
@@ -67,4 +71,26 @@ def stack_table(rows: list[Row]) -> str:
         "heads", "rows at context", "vLLM 0.33, ms", "FlashQSA, ms", "ratio", "projections alone, ms", "floor, ms",
         "share of floor",
     )  # fmt: skip
+    return markdown_table(head, lines)
+
+
+def sweep_table(rows: list[Row]) -> str:
+    """What is chosen for each kernel and shape beside the fastest of what was tried."""
+    lines = []
+    for row in rows:
+        best, chosen = row["timed"][0], chosen_time(row)
+        taken = ", ".join(f"{name} {value}" for name, value in row["chosen"].items())
+        lines.append(
+            (
+                f"`{row['kernel']}`",
+                row["name"],
+                taken,
+                f"{chosen:.1f}",
+                str(len(row["timed"])),
+                difference(row, best["config"]),
+                f"{best['median_us']:.1f}",
+                f"{best['median_us'] / chosen:.3f}",
+            )
+        )
+    head = ("kernel", "shape", "chosen", "us", "timed", "fastest", "us", "ratio")
     return markdown_table(head, lines)

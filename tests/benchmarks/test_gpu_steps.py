@@ -99,8 +99,8 @@ def test_cudnns_table_holds_the_rows_that_have_it():
 
 
 def test_without_results_nothing_is_shown():
-    sections = report_steps.sections([], [], [])
-    assert {sections[name] for name in ("gpu-cudnn", "gpu-curves", "gpu-stack")} == {tables.NOT_MEASURED}
+    sections = report_steps.sections([], [], [], [])
+    assert {sections[name] for name in ("gpu-cudnn", "gpu-curves", "gpu-stack", "sweep")} == {tables.NOT_MEASURED}
     assert report_pictures.growth([]) is None
     assert report_pictures.growth([curve_row({"rows": "rows"})]) is None, "one point is no curve"
 
@@ -116,7 +116,7 @@ def test_growth_is_drawn_with_its_floor_and_by_what_grows():
     assert heights[2][0] > heights[2][1] == heights[3][0] == heights[3][1], "two rows take ours as long as theirs"
     assert heights[4][0] == heights[4][1] > heights[2][0]
     assert "64k" in picture
-    section = report_steps.sections([], rows, [])
+    section = report_steps.sections([], rows, [], [])
     assert "img/growth.svg" in section["gpu-curves"]
     assert "0123456789ab" in section["gpu-curves-origin"]
 
