@@ -12,6 +12,7 @@ from benchmarks import (
     gpu_prefill,
     gpu_prepare,
     gpu_stack,
+    gpu_vllm_ops,
     hf_decode_cpu,
     hf_layer_cpu,
     hf_layer_gpu,
@@ -26,6 +27,7 @@ def main(words: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     measured = (
         hf_layer_cpu, hf_decode_cpu, hf_layer_gpu, gpu_decode, gpu_prepare, gpu_prefill, gpu_curves, gpu_stack, sweep,
+        gpu_vllm_ops,
     )  # fmt: skip
     modules = {module.NAME: module for module in measured} | {"report": report, gpu_check.NAME: gpu_check}
     for name, module in modules.items():

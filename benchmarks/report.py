@@ -14,11 +14,13 @@ from benchmarks import (
     gpu_prefill,
     gpu_prepare,
     gpu_stack,
+    gpu_vllm_ops,
     hf_decode_cpu,
     hf_layer_gpu,
     report_gpu,
     report_pictures,
     report_steps,
+    report_vllm_ops,
     sweep,
 )
 from benchmarks.environment import ROOT
@@ -40,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     on_gpu = [read_rows(benchmark.RESULTS) for benchmark in (gpu_decode, gpu_prefill, gpu_prepare, hf_layer_gpu)]
     sections |= report_gpu.sections(*on_gpu) | {"reported": reported_table()}
     steps = [read_rows(benchmark.RESULTS) for benchmark in (gpu_curves, gpu_stack, sweep)]
-    sections |= report_steps.sections(on_gpu[0], *steps)
+    sections |= report_steps.sections(on_gpu[0], *steps) | report_vllm_ops.sections(read_rows(gpu_vllm_ops.RESULTS))
     texts = {page: with_sections(page.read_text(encoding="utf-8"), sections) for page in PAGES}
     drawn = report_pictures.pictures(*on_gpu[:2], steps[0])
     texts |= {ROOT / "docs" / "img" / name: text for name, text in drawn.items()}
