@@ -195,10 +195,10 @@ def peer_vllm() -> Any | None:
 
 
 def peer_cudnn() -> Callable[..., Any] | None:
-    """The paged decode selection of cuDNN's frontend; None, and a line, where its packages cannot be imported."""
+    """The paged decode selection of cuDNN's frontend; None, and a line, where it cannot be imported."""
     try:
         return importlib.import_module(CUDNN).qsa_select_decode_paged_forward
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, AttributeError) as error:
         print(f"gpu-decode: cuDNN's selection is left out: {error}", flush=True)
         return None
 

@@ -58,7 +58,7 @@ KEEP = 0.95
 """What a row of a prefill keeps of the one before it."""
 MOST_DECODE_ROWS = 16
 WORKSPACE_BYTES = 256 << 20
-LARGEST_DIFFERENCE = 0.25
+LARGEST_DIFFERENCE = 0.4
 """Of what both engines attend in the first layer, over its norm: index queries of bf16 select some other blocks."""
 
 

@@ -29,7 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "sweep.jsonl"
 
 def measure(subject: Subject, timer: Timer) -> dict[str, Any]:
     """All configurations of a kernel at one shape; those that are timed, the fastest first."""
-    from triton.runtime.errors import OutOfResources
+    from triton.errors import TritonError
 
     _poison(subject.run(subject.chosen))
     wanted = subject.results(subject.run(subject.chosen))
@@ -38,8 +38,8 @@ def measure(subject: Subject, timer: Timer) -> dict[str, Any]:
         try:
             _poison(subject.run(config))
             found = subject.results(subject.run(config))
-        except OutOfResources as error:
-            left_out.append({"config": config, "why": f"does not fit: {error}"})
+        except (TritonError, RuntimeError) as error:  # too large for the device, or for a pass of the compiler
+            left_out.append({"config": config, "why": f"does not compile or fit: {error}"})
             continue
         if subject.same(wanted, found):
             fitting.append(config)

@@ -16,11 +16,13 @@ import torch
 
 from benchmarks import gpu_decode, gpu_prefill
 from benchmarks.gpu_gates import LARGEST_OUTPUT_ERROR
-from benchmarks.gpu_workload import BLOCK, HEAD_DIM, PAGE, TOPK
+from benchmarks.gpu_workload import BLOCK, HEAD_DIM, INDEX_HEADS, PAGE, TOPK
 from flashqsa.attention.tokens import RowTokens
 from flashqsa.backends import multiprocessors
 
 Config = dict[str, Any]
+MOST_COLUMNS = 256
+"""Rows x heads of a product of scores: more are several instructions, and hold too many registers."""
 SCORED = (
     gpu_decode.Shape(1, 131072), gpu_decode.Shape(1, 1048576), gpu_decode.Shape(32, 131072),
     gpu_decode.Shape(1, 1048576, fp8_index=True), gpu_decode.Shape(32, 131072, fp8_index=True),
@@ -105,10 +107,10 @@ def scores(shape: gpu_decode.Shape, generator: torch.Generator) -> Subject:
         group = RowLevels.of(blocks, TOPK, chosen["block_m"]).group
         return [numbers[:, :count].clone() for numbers, count in zip(written, (least, least // group), strict=False)]
 
-    together = chosen["rows"]
+    together = (chosen["rows"] // 2, 2 * chosen["rows"])
     candidates = around(
         chosen, block_m=(64, 128), stages=(1, 2, 3, 4), programs=(2, 3, 4, 5, 6, 8), pages_ahead=(1, 3),
-        rows=(together,) if shape.rows == 1 else (max(1, together // 2), together, 2 * together),
+        rows=tuple(n for n in together if shape.rows > 1 and 0 < n * INDEX_HEADS <= MOST_COLUMNS),
     )  # fmt: skip
     return Subject("selection.score_blocks", str(shape), chosen, candidates, run, same_bits, results)
 

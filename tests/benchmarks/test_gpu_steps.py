@@ -98,6 +98,20 @@ def test_cudnns_table_holds_the_rows_that_have_it():
     assert len(text.splitlines()) == 4
 
 
+def test_a_line_on_the_terminal_names_what_was_measured():
+    row = curve_row({}) | {"cudnn": spreads(select=5.0), "wide_over_tight": 1.05}
+    text = gpu_decode.told(row)
+    assert "FlashQSA all 10.0 select 4.0 attend 6.0, vLLM all 20.0" in text
+    assert text.endswith("ratio 0.50, cuDNN select 5.0; wide over tight 1.05, at most 1.1")
+    alone = gpu_decode.told(curve_row({}, vllm=False) | {"cudnn": None})
+    assert alone.endswith("FlashQSA all 10.0 select 4.0 attend 6.0")
+    times = {"flashqsa": {"median_us": 3000.0}, "projections": {"median_us": 1000.0}}
+    stack_row = {"name": "a stack", "floor_us": 500.0, "difference": 0.03, "times": times}
+    assert gpu_stack.told(stack_row).endswith("floor 0.500 ms, flashqsa 3.000, projections 1.000")
+    times["vllm"] = {"median_us": 4000.0}
+    assert gpu_stack.told(stack_row).endswith("vllm 4.000; ratio 0.75, first layers differ by 0.030")
+
+
 def test_without_results_nothing_is_shown():
     sections = report_steps.sections([], [], [], [])
     assert {sections[name] for name in ("gpu-cudnn", "gpu-curves", "gpu-stack", "sweep")} == {tables.NOT_MEASURED}

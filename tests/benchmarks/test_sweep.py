@@ -62,10 +62,10 @@ def test_what_does_not_fit_or_gives_other_results_is_left_out_and_named():
     row = sweep.measure(made_up(), CountingTimer())
     assert [one["config"]["stages"] for one in row["timed"]] == [2, 1]
     why = {one["config"]["stages"]: one["why"] for one in row["left_out"]}
-    assert why[3].startswith("does not fit")
+    assert why[3].startswith("does not compile or fit")
     assert why[4] == why[5] == "gives other results"
     assert sweep.chosen_time(row) == 1.0
-    assert "chosen 1.0 us; best of 2: stages 2, 0.5 us, 0.500 of it. Left out: stages 3 does not fit" in sweep.told(row)
+    assert "chosen 1.0 us; best of 2: stages 2, 0.5 us, 0.500 of it. Left out: stages 3 does not" in sweep.told(row)
     text = report_steps.sweep_table([row])
     assert "| `a.kernel` | a shape | stages 1, warps 4 | 1.0 | 2 | stages 2 | 0.5 | 0.500 |" in text
     alone = sweep.measure(replace(made_up(), candidates=[]), CountingTimer())
