@@ -68,6 +68,11 @@ class RowLevels:
             given += 1
         return cls(block, group, levels, given, -(-width // SPAN) * SPAN)
 
+    @property
+    def parents(self):
+        """Groups whose numbers a program holds: as many may be chosen of a level that is searched."""
+        return self.block // self.group
+
     def numbers(self):
         """Numbers of a row's scratch that hold the levels above blocks."""
         sizes = [self.group**level for level in range(1, self.levels)]

@@ -13,7 +13,7 @@ from flashqsa.selection.triton_topk import top_blocks_triton
 def row_workspace_bytes(blocks, topk_blocks):
     """Bytes of workspace that one row of a step needs: scores, and the largest of groups."""
     levels = RowLevels.of(blocks, topk_blocks, 1)
-    return 4 * (row_numbers(blocks) + (levels.numbers() + topk_blocks if levels.levels > 1 else 0))
+    return 4 * (row_numbers(blocks) + (levels.numbers() + levels.parents if levels.levels > 1 else 0))
 
 
 def row_numbers(blocks):
@@ -42,7 +42,7 @@ def select_blocks_triton(index_q, cache, plan, out, *, workspace_bytes):
         largest = group_ids = None
         if levels.levels > 1:
             largest = plan.scratch("select.largest", (rows_at_once, levels.numbers()), torch.float32)[:count]
-            group_ids = plan.scratch("select.group_ids", (rows_at_once, topk), torch.int32)
+            group_ids = plan.scratch("select.group_ids", (rows_at_once, levels.parents), torch.int32)
         if not dense:
             score_blocks_triton(
                 index_q, cache, plan, scores, first_row, 0 if scored_all else topk, config=config,

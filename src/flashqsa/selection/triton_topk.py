@@ -22,10 +22,10 @@ from flashqsa.selection.row_levels import level_numbers
 
 
 @triton.jit
-def _search_by_bins(ranks, low, high, at_least, TOPK: tl.constexpr):
-    """Largest t with at least `topk` ranks >= t (found early when exactly topk are), how many are >= t and above it.
+def _search_by_bins(ranks, low, high, at_least, most, TOPK: tl.constexpr):
+    """Largest t with at least `topk` ranks >= t, or one that `most` reach at most; how many are >= t and above it.
 
-    `low` is such a t, `high` is above all; how many reach `low` may be a guess above topk.
+    `low` is such a t, `high` is above all; how many reach `low` may be a guess above `most`, which is topk or more.
 
     32 bins of the integer line a turn, counted downwards from the top: few turns, always less than ten, each of many
     instructions. The first spends its bins where the threshold mostly is: on the two octaves below the largest score,
@@ -35,7 +35,7 @@ def _search_by_bins(ranks, low, high, at_least, TOPK: tl.constexpr):
     most_shift = tl.full((), 19, tl.int32)
     j = tl.arange(0, 32)
     top = tl.where(low >= 0, low + ((high - low) >> 4) + 1, high)
-    while (high - low > 1) & (at_least != TOPK):
+    while (high - low > 1) & (at_least > most):
         bits = ((top - low - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # of the distance to the top
         shift = tl.minimum(tl.maximum(bits - 5, 0), most_shift)
         most_shift = tl.full((), 30, tl.int32)
@@ -53,7 +53,7 @@ def _search_by_bins(ranks, low, high, at_least, TOPK: tl.constexpr):
 
 
 @triton.jit
-def _search_by_guesses(ranks, low, high, at_least, TOPK: tl.constexpr):
+def _search_by_guesses(ranks, low, high, at_least, most, TOPK: tl.constexpr):
     """As `_search_by_bins`, one threshold a turn: more turns, far fewer instructions.
 
     A guess interpolates between the scores of the ends of the bracket, by rough logarithms of count / topk; an end that
@@ -66,7 +66,7 @@ def _search_by_guesses(ranks, low, high, at_least, TOPK: tl.constexpr):
     under = (tl.full((), 0.5, tl.float32).to(tl.int32, bitcast=True) - wanted).to(tl.float32)
     side = tl.full((), 0, tl.int32)
     turn = tl.full((), 0, tl.int32)
-    while (high - low > 1) & (at_least != TOPK):
+    while (high - low > 1) & (at_least > most):
         a = tl.maximum(low, 0).to(tl.float32, bitcast=True)
         b = tl.maximum(high, 0).to(tl.float32, bitcast=True)
         guess = (a + (b - a) * (over / (over - under))).to(tl.int32, bitcast=True)
@@ -93,20 +93,21 @@ def _ranks(scores, valid):
 
 
 @triton.jit
-def _places(ranks, low, high, at_least, TOPK: tl.constexpr, BINS: tl.constexpr):
-    """Places of the best `topk` ranks in their list, -1 for the others; a rank that at least topk reach; one above all.
+def _places(ranks, low, high, at_least, most, TOPK: tl.constexpr, BINS: tl.constexpr):
+    """Places in their list of the best `topk` ranks or a few more, but no more than `most`; -1 for the others.
 
-    `at_least` ranks, or topk and an unknown number more, are no lower than `low`; `high` is -1 if it is not known.
+    Then a rank that at least topk reach, one above all, and how many have a place. `at_least` ranks, or an unknown
+    number above `most`, are no lower than `low`; `high` is -1 if it is not known.
     """
     above = tl.full((), 0, tl.int32)
-    if at_least > TOPK:
+    if at_least > most:
         if high < 0:
             high = tl.max(ranks, 0) + 1
         if BINS:
-            low, at_least, above = _search_by_bins(ranks, low, high, at_least, TOPK)
+            low, at_least, above = _search_by_bins(ranks, low, high, at_least, most, TOPK)
         else:
-            low, at_least, above = _search_by_guesses(ranks, low, high, at_least, TOPK)
-    if at_least <= TOPK:  # no tie to break: everything from the threshold on is taken
+            low, at_least, above = _search_by_guesses(ranks, low, high, at_least, most, TOPK)
+    if at_least <= most:  # no tie to break: everything from the threshold on is taken
         chosen = ranks >= low
         places = tl.where(chosen, tl.cumsum(chosen.to(tl.int32), 0) - 1, -1)
     else:  # one scan counts both, those above the threshold and its equals, in halves of an integer
@@ -117,7 +118,25 @@ def _places(ranks, low, high, at_least, TOPK: tl.constexpr, BINS: tl.constexpr):
         room = TOPK - above
         chosen = better | (equal & ((before >> 16) < room))
         places = tl.where(chosen, (before & 65535) + tl.minimum(before >> 16, room), -1)
-    return places, low, high
+        at_least = tl.full((), TOPK, tl.int32)
+    return places, low, high, at_least
+
+
+@triton.jit
+def _columns(numbers, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """The GROUP columns of [GROUPS * GROUP] numbers, rows first. No number moves to another thread."""
+    halves = tl.split(tl.reshape(numbers, (GROUPS, GROUP // 2, 2)))  # columns 0, 2 and 1, 3
+    if GROUP == 2:
+        return tl.reshape(halves[0], (GROUPS,)), tl.reshape(halves[1], (GROUPS,))
+    tl.static_assert(GROUP == 4)
+    even, odd = tl.split(halves[0]), tl.split(halves[1])
+    return even[0], odd[0], even[1], odd[1]
+
+
+@triton.jit
+def _level_lines(span, shift):
+    """Lines of 16 numbers of a level whose groups hold 1 << shift blocks: `level_numbers` without a division."""
+    return (span + (16 << shift) - 1) >> (4 + shift)
 
 
 @triton.jit
@@ -188,7 +207,7 @@ def _top_blocks_kernel(
     out_scores_ptr += row * stride_os
     scores_ptr += row * stride_s
     largest_ptr += row * stride_l
-    group_ids_ptr += row * TOPK
+    group_ids_ptr += row * (BLOCK // GROUP)
     i = tl.arange(0, BLOCK)
     visible = _begin_row(
         first_row + row, out_ids_ptr, out_scores_ptr, counts_ptr + row, seen_ptr + row, requests_ptr + row,
@@ -200,7 +219,7 @@ def _top_blocks_kernel(
     high = visible * 0 - 1
     if LEVELS == 1:
         scores = tl.load(scores_ptr + i, mask=i < tl.cdiv(visible, 16) * 16, other=0.0)
-        places, _, _ = _places(_ranks(scores, i < visible), low, high, visible, TOPK, BINS)
+        places, _, _, _ = _places(_ranks(scores, i < visible), low, high, visible, visible * 0 + TOPK, TOPK, BINS)
         tl.store(out_ids_ptr + places, i, mask=places >= 0)
         if WITH_SCORES:
             tl.store(out_scores_ptr + places, scores, mask=places >= 0)
@@ -208,35 +227,50 @@ def _top_blocks_kernel(
     if LEVELS - 1 > GIVEN:  # noqa: SIM102  (a constant)
         if visible > BLOCK * GROUP**GIVEN:
             _write_upper_levels(largest_ptr, visible, span, LEVELS, GIVEN, GROUP, BLOCK)
+    SHIFT: tl.constexpr = 2 if GROUP == 4 else 1
+    PARENTS: tl.constexpr = BLOCK // GROUP
+    MORE: tl.constexpr = PARENTS + 1
     level = visible * 0
+    lines = visible * 0  # of 16 numbers, in the levels below this one and above blocks
     at_least = visible  # numbers of the level that is searched
     while at_least > BLOCK:
+        lines += tl.where(level > 0, _level_lines(span, level * SHIFT), 0)
         at_least = tl.cdiv(at_least, GROUP)
         level += 1
-    MORE: tl.constexpr = TOPK + TOPK // 8 + 1
+    parent = tl.arange(0, PARENTS)
+    largest_ptr = tl.multiple_of(largest_ptr, 16)
     first = at_least > 0
+    parents = visible * 0 + PARENTS
     while level >= 0:
-        size = visible * 0 + 1
-        offset = visible * 0
-        for depth in tl.static_range(1, LEVELS):
-            size = tl.where(depth <= level, size * GROUP, size)
-            offset += tl.where(depth < level, level_numbers(span, GROUP**depth), 0)
-        number = tl.cdiv(visible, size)
-        group = tl.load(group_ids_ptr + i // GROUP, mask=i < tl.where(first, 0, TOPK * GROUP), other=0)
-        group = tl.where(first, i, group * GROUP + i % GROUP)
-        valid = (i < tl.where(first, number, TOPK * GROUP)) & (group < number)
-        from_ptr = tl.where(level == 0, scores_ptr, largest_ptr + offset)
-        scores = tl.load(from_ptr + group, mask=valid, other=0.0, cache_modifier=".cg")
-        places, low, high = _places(_ranks(scores, valid), low, high, at_least, TOPK, BINS)
+        shift = level * SHIFT
+        number = (visible + (1 << shift) - 1) >> shift
+        # a group's numbers lie together and belong to one thread: one address, one load, and short scans
+        group = tl.load(group_ids_ptr + parent, mask=parent < tl.where(first, 0, parents), other=0)
+        group = tl.where(first, parent, group)
+        there = (parent < parents) & (group * GROUP < number)
+        numbers = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        from_ptr = tl.where(level == 0, scores_ptr, largest_ptr + lines * 16)
+        scores = tl.load(from_ptr + numbers, mask=there[:, None], other=0.0, cache_modifier=".cg")
+        ranks = tl.reshape(_ranks(scores, there[:, None] & (numbers < number)), (BLOCK,))
+        most = tl.where(level == 0, TOPK, PARENTS)
+        if PARENTS > TOPK:  # noqa: SIM102  (a constant)
+            if not first:  # mostly a few more than the budget: all of them go on, without a search
+                at_least = tl.sum((ranks >= low).to(tl.int32), 0)
+        places, low, high, parents = _places(ranks, low, high, at_least, most, TOPK, BINS)
         at_least = visible * 0 + MORE  # each group holds one that reaches `low`, some of them more
         tl.debug_barrier()  # the groups are read before others take their places
-        tl.store(tl.where(level == 0, out_ids_ptr, group_ids_ptr) + places, group, mask=places >= 0)
-        if WITH_SCORES:  # read again: they would stay in registers through the whole search
-            taken = places >= tl.where(level == 0, 0, BLOCK)
-            tl.store(out_scores_ptr + places, tl.load(scores_ptr + group, mask=taken, other=0.0), mask=taken)
+        to_ptr = tl.where(level == 0, out_ids_ptr, group_ids_ptr)
+        columns = _columns(places, PARENTS, GROUP)
+        for column in tl.static_range(GROUP):
+            place, number = columns[column], group * GROUP + column
+            tl.store(to_ptr + place, number, mask=place >= 0)
+            if WITH_SCORES:  # read again: they would stay in registers through the whole search
+                taken = place >= tl.where(level == 0, 0, BLOCK)
+                tl.store(out_scores_ptr + place, tl.load(scores_ptr + number, mask=taken, other=0.0), mask=taken)
         tl.debug_barrier()
         first = level < 0
         level -= 1
+        lines -= tl.where(level > 0, _level_lines(span, level * SHIFT), 0)
 
 
 @dataclass(frozen=True)
@@ -275,7 +309,7 @@ def top_blocks_triton(scores, largest, group_ids, levels, plan, first_row, out, 
     Args:
         scores: [rows, blocks] fp32, valid up to each row's visible count; rows lie a multiple of 16 numbers apart.
         largest: [rows, numbers] fp32, with the levels that the score kernel wrote; None where there is one level.
-        group_ids: [rows, K] int32 scratch; None where there is one level.
+        group_ids: [rows, `levels.parents`] int32 scratch; None where there is one level.
         levels: `RowLevels` of the rows.
         plan: The step; owns the scratch.
         first_row: Plan row of the first score row.
