@@ -218,11 +218,11 @@ def _top_blocks_kernel(
     low = visible * 0 - 1
     high = visible * 0 - 1
     if LEVELS == 1:
-        scores = tl.load(scores_ptr + i, mask=i < tl.cdiv(visible, 16) * 16, other=0.0)
-        places, _, _, _ = _places(_ranks(scores, i < visible), low, high, visible, visible * 0 + TOPK, TOPK, BINS)
+        row_scores = tl.load(scores_ptr + i, mask=i < tl.cdiv(visible, 16) * 16, other=0.0)
+        places, _, _, _ = _places(_ranks(row_scores, i < visible), low, high, visible, visible * 0 + TOPK, TOPK, BINS)
         tl.store(out_ids_ptr + places, i, mask=places >= 0)
         if WITH_SCORES:
-            tl.store(out_scores_ptr + places, scores, mask=places >= 0)
+            tl.store(out_scores_ptr + places, row_scores, mask=places >= 0)
         return
     if LEVELS - 1 > GIVEN:  # noqa: SIM102  (a constant)
         if visible > BLOCK * GROUP**GIVEN:
