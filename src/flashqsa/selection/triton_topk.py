@@ -125,12 +125,14 @@ def _places(ranks, low, high, at_least, most, TOPK: tl.constexpr, BINS: tl.const
 @triton.jit
 def _columns(numbers, GROUPS: tl.constexpr, GROUP: tl.constexpr):
     """The GROUP columns of [GROUPS * GROUP] numbers, rows first. No number moves to another thread."""
+    tl.static_assert(GROUP == 2 or GROUP == 4)
     halves = tl.split(tl.reshape(numbers, (GROUPS, GROUP // 2, 2)))  # columns 0, 2 and 1, 3
     if GROUP == 2:
-        return tl.reshape(halves[0], (GROUPS,)), tl.reshape(halves[1], (GROUPS,))
-    tl.static_assert(GROUP == 4)
-    even, odd = tl.split(halves[0]), tl.split(halves[1])
-    return even[0], odd[0], even[1], odd[1]
+        columns = tl.reshape(halves[0], (GROUPS,)), tl.reshape(halves[1], (GROUPS,))
+    else:
+        even, odd = tl.split(halves[0]), tl.split(halves[1])
+        columns = even[0], odd[0], even[1], odd[1]
+    return columns
 
 
 @triton.jit
