@@ -45,7 +45,7 @@ def ops_table(rows: list[Row]) -> str:
 def _agreement(row: Row) -> str:
     figures = row["figures"]
     if row["failed"]:
-        return "FAILED: " + "; ".join(row["failed"])
+        return _failure(row)
     if "rows with other ids" in figures:
         return f"{figures['rows with other ids']:.0f} of {figures['rows']:.0f} rows with other ids"
     if "equal share" in figures:
@@ -55,21 +55,24 @@ def _agreement(row: Row) -> str:
     return "not compared" if "vllm" not in row["times"] else "equal"
 
 
+def _failure(row: Row) -> str:
+    """What failed, the first line of each reason."""
+    return "FAILED: " + "; ".join(reason.partition("\n")[0] for reason in row["failed"])
+
+
 def shadow_table(rows: list[Row]) -> str:
-    """What mode shadow told of each operator."""
-    lines = [
-        (
-            row["case"].removeprefix("shadow of "),
-            row["operator"],
-            f"{row['calls']} / {row['rows']:,}",
-            f"{row['differing_rows']}",
-            f"{row['largest_error']:.3g}",
-            *(f"{statistics.median(row[name]):,.1f}" for name in ("vllm_us", "flashqsa_us")),
-            AGREES if not row["failed"] else "FAILED: " + "; ".join(row["failed"]),
-        )
-        for row in rows
-        if "calls" in row
-    ]
+    """What mode shadow told of each operator; steps that failed before it told anything have a line too."""
+    lines = []
+    for row in rows:
+        told: tuple[str, ...] = ("-",) * 5
+        if "calls" in row:
+            counted, times = f"{row['calls']} / {row['rows']:,}", (row["vllm_us"], row["flashqsa_us"])
+            medians = (f"{statistics.median(each):,.1f}" for each in times)
+            told = (counted, f"{row['differing_rows']}", f"{row['largest_error']:.3g}", *medians)
+        elif not row["failed"]:
+            continue
+        steps = row["case"].removeprefix("shadow of ")
+        lines.append((steps, row["operator"], *told, _failure(row) if row["failed"] else AGREES))
     head = ("recorded steps", "operator", "calls / rows", "rows with other ids", "largest error", "vLLM 0.33, us",
             "FlashQSA, us", "served and compared")  # fmt: skip
     return markdown_table(head, lines)

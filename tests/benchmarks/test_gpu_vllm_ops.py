@@ -289,6 +289,9 @@ def test_tables_show_times_agreement_and_what_was_not_measured() -> None:
     shadow = {"measure": "gpu vllm shadow", "case": "shadow of decode", "operator": "qsa_prepare", "calls": 2,
               "rows": 1234, "differing_rows": 0, "largest_error": 0.015625, "flashqsa_us": [3.0, 1.0, 2.0],
               "vllm_us": [7.0], "failed": []}  # fmt: skip
-    text = report_vllm_ops.shadow_table([shadow])
+    broken = {"measure": "gpu vllm shadow", "case": "shadow of mixed", "operator": "recording", "told": "",
+              "failed": ["raises Error: why\nwhere"]}  # fmt: skip
+    text = report_vllm_ops.shadow_table([shadow, broken])
     assert "| decode | qsa_prepare | 2 / 1,234 | 0 | 0.0156 | 7.0 | 2.0 | yes |" in text
+    assert "| mixed | recording | - | - | - | - | - | FAILED: raises Error: why |" in text
     assert "Not measured" in report_vllm_ops.sections([])["gpu-vllm-ops"]
