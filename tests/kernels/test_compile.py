@@ -76,6 +76,8 @@ SELECT = (
 )
 
 TOP = (
+    Variant("1k", (80, 90), context=1024),
+    Variant("3k with scores", (86, 90), context=3072, return_scores=True),
     Variant("8k", (80, 90, 120), context=8192),
     Variant("8k, many rows", (80, 90), requests=1024, context=8192),
     Variant("32k, many rows", (80, 90), requests=1024, context=32768),
