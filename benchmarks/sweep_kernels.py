@@ -7,6 +7,7 @@ error. Every candidate differs from the chosen configuration in one number.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,6 +35,10 @@ ATTENDED = tuple(
     for heads in ((24, 2), (6, 1))
     for requests in (1, 8, 32, 128)
 )
+SELECTED = (
+    gpu_decode.Shape(1, 8192), gpu_decode.Shape(1, 32768), gpu_decode.Shape(1, 131072), gpu_decode.Shape(1, 1048576),
+    gpu_decode.Shape(8, 32768), gpu_decode.Shape(32, 131072), gpu_decode.Shape(1, 131072, rows=2048),
+)  # fmt: skip
 VERIFIED = tuple(gpu_prefill.Shape(32, 4, 65536, heads=heads, churn=0.05) for heads in ((24, 2), (6, 1)))
 TILED = tuple(gpu_prefill.Shape(1, 8192, 131072, heads=heads, churn=0.05) for heads in ((24, 2), (6, 1)))
 
@@ -113,6 +118,48 @@ def scores(shape: gpu_decode.Shape, generator: torch.Generator) -> Subject:
         rows=tuple(n for n in together if shape.rows > 1 and 0 < n * INDEX_HEADS <= MOST_COLUMNS),
     )  # fmt: skip
     return Subject("selection.score_blocks", str(shape), chosen, candidates, run, same_bits, results)
+
+
+def best_blocks(shape: gpu_decode.Shape, generator: torch.Generator) -> Subject:
+    """`selection.top_blocks`: numbers that a program holds, its warps, and how it searches."""
+    from flashqsa.selection.row_levels import LEAST_BLOCK, RowLevels
+    from flashqsa.selection.triton_scores import score_blocks_triton, score_kernel_config
+    from flashqsa.selection.triton_topk import TopKernelConfig, top_blocks_triton
+
+    work = gpu_decode.Workload(shape, generator)
+    rows, blocks = work.scores.shape
+    device, found = work.q.device, work.selection
+    tiles, processors = score_kernel_config(work.index_q, work.cache, work.plan, rows), multiprocessors(device)
+
+    def levels_of(least_block: int) -> RowLevels:
+        return RowLevels.of(blocks, TOPK, tiles.block_m, least_block)
+
+    chosen = asdict(TopKernelConfig.choose(rows, levels_of(LEAST_BLOCK), processors)) | {"least_block": LEAST_BLOCK}
+    candidates = around(
+        chosen, least_block=(2048, 4096, 8192), warps=(4, 8, 16, 32), bins=(True, False), registers=(None, 64, 128)
+    )
+    given = levels_of(LEAST_BLOCK)  # of wider programs the levels are the first of these
+    largest = torch.empty(rows, max(1, given.numbers()), dtype=torch.float32, device=device)
+    parents = torch.empty(rows, max(levels_of(config["least_block"]).parents for config in (chosen, *candidates)),
+                          dtype=torch.int32, device=device)  # fmt: skip
+
+    @functools.cache
+    def score() -> None:
+        score_blocks_triton(
+            work.index_q, work.cache, work.plan, work.scores, 0, TOPK, config=tiles, multiprocessors=processors,
+            largest=largest if given.given else None, levels=given,
+        )  # fmt: skip
+
+    def run(config: Config) -> list[torch.Tensor]:
+        score()
+        form = {name: value for name, value in config.items() if name != "least_block"}
+        top_blocks_triton(
+            work.scores, largest, parents, levels_of(config["least_block"]), work.plan, 0, found, scored_all=False,
+            multiprocessors=processors, config=TopKernelConfig(**form),
+        )  # fmt: skip
+        return [found.block_ids, found.block_counts]
+
+    return Subject("selection.top_blocks", str(shape), chosen, candidates, run, same_bits, _copies)
 
 
 def _row_tokens(work: gpu_prefill.Workload) -> RowTokens:
@@ -227,6 +274,7 @@ def _up_to(counts: torch.Tensor, lists: list[torch.Tensor]) -> list[torch.Tensor
 Build = Callable[[torch.Generator], Subject | None]
 KERNELS: dict[str, tuple[Callable[..., Subject | None], tuple[Any, ...]]] = {
     "selection.score_blocks": (scores, SCORED),
+    "selection.top_blocks": (best_blocks, SELECTED),
     "attention.attend_rows": (rows_alone, ATTENDED),
     "attention.attend_tiles": (tiles, TILED),
     "attention.attend_tiles_gluon": (tiles_of_hopper, TILED),

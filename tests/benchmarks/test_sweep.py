@@ -18,6 +18,7 @@ from benchmarks import gpu_decode, gpu_prefill, report_steps, sweep, sweep_kerne
 
 SMALL = {
     "selection.score_blocks": gpu_decode.Shape(2, 4096, rows=2),
+    "selection.top_blocks": gpu_decode.Shape(2, 16384, rows=2),
     "attention.attend_rows": gpu_prefill.Shape(2, 1, 4096, heads=(6, 1), churn=0.0),
     "attention.attend_tiles": gpu_prefill.Shape(1, 20, 4096, heads=(6, 1), churn=0.05),
     "attention.verify_lists": gpu_prefill.Shape(2, 4, 4096, heads=(6, 1), churn=0.05),

@@ -48,16 +48,17 @@ class RowLevels:
     span: int
 
     @classmethod
-    def of(cls, width, topk, tile_blocks):
+    def of(cls, width, topk, tile_blocks, least_block=None):
         """Levels of rows that see up to `width` blocks.
 
         Args:
             width: Blocks of the longest row.
             topk: Blocks to select.
             tile_blocks: Keys of a tile of the score kernel.
+            least_block: In place of LEAST_BLOCK, a power of two.
         """
         budget = triton.next_power_of_2(topk)
-        block = max(LEAST_BLOCK, 2 * budget, min(MOST_BLOCK, MOST_GROUP * budget))
+        block = max(least_block or LEAST_BLOCK, 2 * budget, min(MOST_BLOCK, MOST_GROUP * budget))
         block = min(triton.next_power_of_2(max(width, 64)), block)
         group = max(2, min(MOST_GROUP, block // budget))
         levels, reach = 1, block

@@ -305,7 +305,9 @@ class TopKernelConfig:
         return cls(False, max(2, min(16, levels.block // 1024)), 128)
 
 
-def top_blocks_triton(scores, largest, group_ids, levels, plan, first_row, out, *, scored_all, multiprocessors):
+def top_blocks_triton(
+    scores, largest, group_ids, levels, plan, first_row, out, *, scored_all, multiprocessors, config=None
+):
     """Select the best blocks of some rows: ids ascending, -1 past the count; counts, visible blocks and requests too.
 
     Args:
@@ -318,9 +320,10 @@ def top_blocks_triton(scores, largest, group_ids, levels, plan, first_row, out, 
         out: A Selection of these rows to fill.
         scored_all: Whether rows within the budget were scored too, because scores are asked for.
         multiprocessors: Of the device.
+        config: Form of the kernel; chosen by rows and levels when None.
     """
     rows, topk = scores.shape[0], out.block_ids.shape[1]
-    config = TopKernelConfig.choose(rows, levels, multiprocessors)
+    config = config or TopKernelConfig.choose(rows, levels, multiprocessors)
     if levels.levels == 1:  # neither is touched
         largest, group_ids = scores, out.block_ids
     limit = {} if config.registers is None else {"maxnreg": config.registers}
