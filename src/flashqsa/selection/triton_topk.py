@@ -8,8 +8,9 @@ equal ones, are left above its lower end. Equal scores at the threshold are take
 A row that is longer than a program holds is cut into groups (row_levels.py). The best K blocks lie in the K groups of
 the best largest scores, if groups tie like blocks do: each of those K holds a block that beats whatever another group
 holds. The score kernel wrote down the largest score of each group, so K groups are searched for, then K blocks in them;
-with groups of groups where a row is longer still. Every search is among as many as a program holds, on any
-distribution, few of the scores are read, and nothing overflows.
+with groups of groups where a row is longer still. Where a program holds more groups than K, a search for groups ends as
+soon as no more than those are left, since a few more do no harm. Every search is among as many as a program holds, on
+any distribution, few of the scores are read, and nothing overflows.
 """
 
 from dataclasses import dataclass
