@@ -66,6 +66,14 @@ def test_selection_study():
     assert "replayed: the same logits" in output
 
 
+def test_sharded_selection():
+    output = run("sharded_selection.py")
+    for rank in range(2):
+        for what in ("rows", "contexts"):
+            assert f"rank {rank} of 2, {what}: the same selection" in output
+        assert float(re.search(rf"rank {rank} of 2, attention: at most (\S+) away", output)[1]) < 1e-5
+
+
 def test_all_examples_are_tested():
     tested = re.findall(r'run\("(\w+\.py)"\)', Path(__file__).read_text(encoding="utf-8"))
     assert sorted({*tested, WITH_VLLM}) == sorted(path.name for path in EXAMPLES.glob("*.py"))
