@@ -36,8 +36,6 @@ NAME = "gpu-vllm-ops"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_vllm_ops.jsonl"
 MEASURE, SHADOW = "gpu vllm ops", "gpu vllm shadow"
 OURS: Operators = {seam.name: getattr(ops, seam.name) for seam in OPERATORS}
-READS_ON_HOST = ("qsa_store_cache_rows",)
-"""Operators of which ours reads slots on the host, so that no graph can hold it: both are timed as they are called."""
 MOST_WORKERS = 9
 WORKERS_LIMIT_S = 150
 Row = dict[str, Any]
@@ -46,9 +44,7 @@ Row = dict[str, Any]
 class InTurn(Protocol):
     """What times contenders, as `Timer` does."""
 
-    def interleaved(
-        self, contenders: dict[str, Callable[[], object]], *, graph: bool = True
-    ) -> dict[str, dict[str, float]]:
+    def interleaved(self, contenders: dict[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
         """Microseconds of each."""
         ...
 
@@ -133,11 +129,10 @@ def measure(engine: Engine, call: Call, peer: Operators, timer: InTurn | None) -
         del sides
         if timer is not None and not findings.failed:
             stage = "timing"
-            row["graph"] = call.operator not in READS_ON_HOST
             contenders: dict[str, Callable[[], object]] = {
                 name: partial(operator, **call.fresh()) for name, operator in engines.items()
             }
-            row["times"] = timer.interleaved(contenders, graph=row["graph"])
+            row["times"] = timer.interleaved(contenders)
     except Exception as error:  # of any class: asserts and compilers of two libraries. The other calls go on.
         row["failed"] = [f"{stage} raises {type(error).__name__}: {str(error).strip()[:400]}"]
     return row
@@ -222,8 +217,6 @@ def line_of(row: Row) -> str:
         text += "; us " + ", ".join(f"{name} {us:.1f}" for name, us in times.items())
     if "vllm" in times:
         text += f", ratio {times['flashqsa'] / times['vllm']:.2f}"
-    if times and not row["graph"]:
-        text += " (no graph)"
     return text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flashqsa.cache.state import read_slots, write_slots
+from flashqsa.cache.state import read_slots, without_gaps, write_slots
 from flashqsa.testing import Guarded, assert_bitwise_equal, guarded, poison, randn, stream
 
 PAGES, PAGE_ROWS, HEADS, DIM = 5, 8, 3, 16
@@ -130,6 +130,45 @@ def test_write_slots_skips_negative_slots(dtype: torch.dtype) -> None:
     assert_bitwise_equal(row_at(pages, PAGES * PAGE_ROWS - 1), untouched, "slot -1 is not the last row")
     write_slots(pages, torch.tensor([-1, -1, -1, -1]), rows)
     assert_bitwise_equal(row_at(pages, PAGES * PAGE_ROWS - 1), untouched, "slot -1 is not the last row")
+
+
+@pytest.mark.parametrize(
+    "slot_ids", [[-1, 6, -1, 2], [-1, -1, -1, -1], [0, -1, 5, 7], [3, 1, 4, 8], [-1, 0, -5, -1], []]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_gaps_writing_does_the_same(slot_ids: list[int], dtype: torch.dtype) -> None:
+    """How CUDA tensors are written, from which nothing is read on the host."""
+    wanted = LAYOUTS["unaligned"](dtype)[1]
+    guard, pages = LAYOUTS["unaligned"](dtype)
+    for each in (wanted, pages):
+        poison(each)
+    slots, rows = torch.tensor(slot_ids, dtype=torch.int64), values(dtype, len(slot_ids), seed=8)
+    write_slots(wanted, slots, rows)
+    numbers = pages.view(torch.uint8) if dtype == torch.float8_e4m3fn else pages
+    where, written = without_gaps(numbers, slots, rows.view(torch.uint8) if numbers is not pages else rows)
+    assert bool((where >= 0).all())
+    numbers.index_put_((where // PAGE_ROWS, where % PAGE_ROWS), written)
+    guard.assert_intact()
+    assert_bitwise_equal(pages, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_write_slots_in_a_cuda_graph(dtype: torch.dtype) -> None:
+    """Slots are edited in place between replays; no replay asks the device."""
+    pages = torch.zeros(PAGES, PAGE_ROWS, HEADS, DIM, device="cuda").to(dtype)
+    slots = torch.tensor([-1, 6, -1, 2], device="cuda")
+    rows = values(dtype, 4, seed=9).cuda()
+    write_slots(pages.clone(), slots, rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        write_slots(pages, slots, rows)
+    for edited in ([-1, 6, -1, 2], [0, -1, 5, 7], [-1, -1, -1, -1]):
+        wanted = pages.cpu()
+        write_slots(wanted, torch.tensor(edited), rows.cpu())
+        slots.copy_(torch.tensor(edited))
+        graph.replay()
+        assert_bitwise_equal(pages.cpu(), wanted, str(edited))
 
 
 def test_write_slots_of_no_rows_changes_nothing() -> None:

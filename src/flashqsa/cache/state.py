@@ -120,12 +120,34 @@ def write_slots(pages: torch.Tensor, slot_ids: torch.Tensor, rows: torch.Tensor)
         slot_ids: [N] int64 flat slots, unique where not negative.
         rows: [N, ...] values in the dtype of `pages`.
     """
-    live = slot_ids >= 0
-    if not bool(live.all()):
-        slot_ids, rows = slot_ids[live], rows[live]
-    page_rows = pages.shape[1]
-    where = (slot_ids // page_rows, slot_ids % page_rows)
     if pages.dtype == FP8:
-        pages.view(torch.uint8).index_put_(where, rows.view(torch.uint8))
+        pages, rows = pages.view(torch.uint8), rows.view(torch.uint8)
+    if slot_ids.is_cuda:
+        slot_ids, rows = without_gaps(pages, slot_ids, rows)
     else:
-        pages.index_put_(where, rows)
+        live = slot_ids >= 0
+        if not bool(live.all()):
+            slot_ids, rows = slot_ids[live], rows[live]
+    pages.index_put_((slot_ids // pages.shape[1], slot_ids % pages.shape[1]), rows)
+
+
+def without_gaps(pages: torch.Tensor, slot_ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and rows whose writing does the same, with no negative slot among them, found without asking the device.
+
+    A row that is not to be written writes what another one does, once more; where there is no other, slot 0 gets what
+    it holds. So a CUDA graph can hold the writing.
+
+    Args:
+        pages: [P, page_rows, ...] tensor that is to be written.
+        slot_ids: [N] int64 flat slots, unique where not negative.
+        rows: [N, ...] values in the dtype of `pages`.
+    """
+    if slot_ids.shape[0] == 0:
+        return slot_ids, rows
+    live = slot_ids >= 0
+    some_row = live.to(torch.int32).argmax(dim=0, keepdim=True)
+    slot = slot_ids.index_select(0, some_row).clamp(min=0)
+    held = pages[slot // pages.shape[1], slot % pages.shape[1]]
+    each = (-1,) + (1,) * (rows.dim() - 1)
+    row = torch.where(live.index_select(0, some_row).view(each), rows.index_select(0, some_row), held)
+    return torch.where(live, slot_ids, slot), torch.where(live.view(each), rows, row)
