@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from flashqsa.attention import attend_tokens
+from flashqsa.backends import takes_kernels
 from flashqsa.cache import LayerCache
 from flashqsa.cache.state import write_slots
 from flashqsa.checks import FP8
@@ -406,8 +407,14 @@ def qsa_store_cache_rows(cache: torch.Tensor, slot_mapping: torch.Tensor, rows: 
             f"qsa_store_cache_rows: rows must be [{slot_mapping.numel()}, width] for a cache [blocks, page, 1, width], "
             f"got {list(rows.shape)} and {list(cache.shape)}. Pass one row a slot."
         )
+    rows = rows.to(cache.dtype)
+    if takes_kernels(cache.device):
+        from flashqsa.integrations.vllm_plugin.triton_ops import store_cache_rows_triton
+
+        store_cache_rows_triton(cache[:, :, 0], slot_mapping.reshape(-1), rows)
+        return
     slots = torch.where(slot_mapping < cache.shape[0] * cache.shape[1], slot_mapping, -1)
-    write_slots(cache[:, :, 0], slots, rows.to(cache.dtype))
+    write_slots(cache[:, :, 0], slots, rows)
 
 
 def qsa_compress_groups_with_ratio(
