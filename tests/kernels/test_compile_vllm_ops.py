@@ -39,3 +39,46 @@ def test_store_cache_rows_is_compiled_once_for_any_number_of_rows() -> None:
         for rows in (1, 2, 16, 100, 4096):
             _store(rows)
     assert len(variants) == 1
+
+
+def _select(rows: int, requests: int, starts: bool, query_len: int) -> None:
+    triton_ops.plan_select_triton(
+        torch.zeros(rows, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32) if starts else None,
+        requests=requests, query_len=query_len, block_tokens=4,
+    )  # fmt: skip
+
+
+def _expand(rows: int) -> None:
+    triton_ops.plan_expand_triton(
+        torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64), topk=512
+    )  # fmt: skip
+
+
+def _attend(rows: int, requests: int) -> None:
+    ids = torch.zeros(rows, 2052, dtype=torch.int32)
+    triton_ops.plan_attend_triton(ids, ids[:, 0], requests=requests)
+
+
+@each_arch
+def test_plans_compile(arch: int) -> None:
+    for starts, query_len in ((False, 1), (True, 4), (True, 4096)):
+        with recorded_launches() as launches:
+            _select(9, 3, starts, query_len)
+        _compiles(launches, arch)
+    with recorded_launches() as launches:
+        _expand(9)
+    _compiles(launches, arch)
+    for rows in (9, 4096):
+        with recorded_launches() as launches:
+            _attend(rows, 3)
+        _compiles(launches, arch, most=2)
+
+
+def test_plans_are_compiled_once_for_any_numbers_of_rows_and_requests() -> None:
+    with recorded_variants() as variants:
+        for rows in (1, 2, 16, 100, 256):
+            for requests in {1, 2, rows}:
+                _select(rows, requests, False, 1)
+                _attend(rows, requests)
+            _expand(rows)
+    assert len(variants) == 4

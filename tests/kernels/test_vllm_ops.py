@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashqsa.integrations.vllm_plugin import ops
+from flashqsa.integrations.vllm_plugin import call_plans, ops
+from flashqsa.plan import StepPlan
+from flashqsa.plan.build import REFILLED
 from flashqsa.testing import assert_bitwise_equal, assert_unchanged, guarded, snapshot, stream
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -20,10 +22,118 @@ def by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def call(form: str, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "takes_kernels", lambda device: form == "kernel")
+            for module in (ops, call_plans):
+                patch.setattr(module, "takes_kernels", lambda device: form == "kernel")
             return operator(*args, **kwargs)
 
     return call
+
+
+def _assert_same(got: StepPlan, wanted: StepPlan) -> None:
+    for name in REFILLED:
+        one, other = getattr(got, name), getattr(wanted, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert one.dtype == other.dtype, name
+            assert one.tolist() == other.tolist(), name
+    for name in ("page_tokens", "block_tokens", "topk_blocks", "max_query_len", "max_seq_len", "ring_tokens"):
+        assert getattr(got, name) == getattr(wanted, name), name
+
+
+def _ints(device: torch.device, *numbers: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Numbers with a gap behind each."""
+    return torch.tensor([[n, -77] for n in numbers], dtype=dtype, device=device).view(-1, 2)[:, 0]
+
+
+# Plans of a call
+
+ROWS = {
+    "decode": [1] * 9,
+    "one": [1],
+    "verify": [4, 4, 4],
+    "prefill": [37, 0, 1, 70, 0],
+    "long": [1, 1500, 0, 2],
+    "nobody first": [0, 0, 3],
+    "many": [i % 3 for i in range(70)],
+}
+
+
+def _visible(rows: list[int], total: int, seed: int, *, at_most: int = 50) -> list[int]:
+    """Mostly what a prefix and its rows see; a third of the requests is padding; leftovers in between."""
+    generator = stream(310, seed)
+    found: list[int] = []
+    for request, count in enumerate(rows):
+        begin = int(torch.randint(at_most, (), generator=generator))
+        found += [0 if request % 3 == 1 else (begin + row) // 4 for row in range(count)]
+    found += [int(torch.randint(at_most, (), generator=generator)) for _ in range(total - len(found))]
+    found[::11] = [0] * len(found[::11])
+    return found[:total]
+
+
+@pytest.mark.parametrize("origin", [0, 13])
+@pytest.mark.parametrize("extra", [0, 3, -1], ids=["exact", "rows past the end", "rows missing"])
+@pytest.mark.parametrize("mix", ROWS)
+def test_select_plan(by: Any, device: torch.device, mix: str, extra: int, origin: int) -> None:
+    rows, total = ROWS[mix], max(sum(ROWS[mix]) + extra, 0)
+    starts = (torch.tensor([0, *rows]).cumsum(0) + origin).to(device, torch.int32)
+    table = torch.zeros(len(rows), 5, dtype=torch.int32, device=device)
+    for seed, at_most in ((0, 50), (1, 2**31 - 2000)):
+        visible = _ints(device, *_visible(rows, total, seed, at_most=at_most))
+        before = snapshot(starts, visible)
+        known = dict(rows=total, query_len=max(rows), page_tokens=16, block_tokens=4, topk_blocks=8, max_seq_len=80)
+        plans = [by(form, call_plans.select_plan, visible, starts, table, **known) for form in ("kernel", "torch")]
+        _assert_same(*plans)
+        assert_unchanged(before)
+        if len(set(rows)) == 1:
+            known["query_len"] = rows[0]
+            plans = [by(form, call_plans.select_plan, visible, None, table, **known) for form in ("kernel", "torch")]
+            _assert_same(*plans)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 256, 700])
+def test_expand_plan(by: Any, device: torch.device, rows: int) -> None:
+    generator = stream(311, rows)
+    positions = torch.randint(-1, 200, (rows,), generator=generator)
+    positions[::4] = -1
+    visible = (positions + 1) // 4
+    visible[::3] = torch.randint(2**31 - 1, (len(visible[::3]),), generator=generator)  # leftovers
+    given = (_ints(device, *positions.tolist(), dtype=torch.int64), _ints(device, *visible.tolist()))
+    ids = torch.zeros(rows, 8, dtype=torch.int32, device=device)
+    before = snapshot(given)
+    (got, one), (wanted, other) = (
+        by(form, call_plans.expand_plan, ids, *given, block_tokens=4, topk_blocks=8) for form in ("kernel", "torch")
+    )
+    _assert_same(got, wanted)
+    for name in ("block_ids", "block_counts", "visible_blocks", "request_ids"):
+        assert_bitwise_equal(getattr(one, name), getattr(other, name), name)
+    assert_unchanged(before)
+
+
+@pytest.mark.parametrize(
+    ("mix", "width"), [*((mix, 5) for mix in ROWS if mix != "long"), ("long", 1), ("decode", 1500), ("verify", 2100)]
+)
+def test_attend_plan(by: Any, device: torch.device, mix: str, width: int) -> None:
+    """Padding of request 0, requests out of range, counts out of range, ids in any order, rows that are scattered."""
+    rows, generator = ROWS[mix], stream(312, width)
+    requests = torch.tensor([r for r, count in enumerate(rows) for _ in range(count)] + [0, 0], dtype=torch.int32)
+    total = len(requests)
+    for hostile in (False, True):
+        tokens = torch.randint(-1, 5000, (total, width + 1), generator=generator, dtype=torch.int32)
+        tokens[:, -1] = torch.randint(1, width + 1, (total,), generator=generator)
+        tokens[-2:, -1] = 0
+        tokens[::5, 0] = 2**31 - 1
+        if hostile:
+            tokens[::3, -1] = torch.tensor([0, -4, 2**31 - 1, -(2**31), width + 1])[torch.arange(total)[::3] % 5].int()
+            requests = requests[torch.randperm(total, generator=generator)]
+            requests[1::6] = torch.tensor([-1, len(rows), 2**31 - 1, -(2**31)])[torch.arange(total)[1::6] % 4].int()
+        wide = torch.full((total, width + 4), 2**31 - 1, dtype=torch.int32, device=device)
+        wide[:, 2:-1] = tokens.to(device)
+        table = torch.zeros(len(rows), 3, dtype=torch.int32, device=device)
+        of_row = _ints(device, *requests.tolist())
+        before = snapshot(wide, of_row)
+        given = (wide[:, 2:-1], of_row, table)
+        _assert_same(*(by(form, call_plans.attend_plan, *given, page_tokens=16) for form in ("kernel", "torch")))
+        assert_unchanged(before)
 
 
 # Rows of a cache

@@ -17,10 +17,10 @@ from flashqsa.cache import LayerCache
 from flashqsa.cache.state import write_slots
 from flashqsa.checks import FP8
 from flashqsa.errors import ShapeError, UnsupportedError
+from flashqsa.integrations.vllm_plugin.call_plans import attend_plan, expand_plan, fits, select_plan
 from flashqsa.integrations.vllm_plugin.counts import count
 from flashqsa.integrations.vllm_plugin.plans import (
     check_page_sizes,
-    first_positions,
     plan_of_tensors,
     row_requests,
 )
@@ -168,7 +168,7 @@ def mrope_of(section: Sequence[int] | None) -> tuple[int, int, int] | None:
 
 def index_cache(k_cache: torch.Tensor, compress_ratio: int) -> LayerCache:
     """Pooled keys alone, beside K and V that nobody reads."""
-    nothing = torch.zeros(1, 1, 1, 1, device=k_cache.device)
+    nothing = torch.empty(1, 1, 1, 1, device=k_cache.device)
     pages = nothing.expand(k_cache.shape[0], k_cache.shape[1] * compress_ratio, 1, 1)
     return LayerCache(pages, pages, k_cache[:, :, 0], None, None)
 
@@ -177,34 +177,28 @@ def _select(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     page_table: torch.Tensor,
-    query_starts: torch.Tensor,
+    query_starts: torch.Tensor | None,
     visible_blocks: torch.Tensor,
     token_topk: int,
     compress_ratio: int,
+    query_len: int,
     block_indices: torch.Tensor,
     max_seq_len: int,
 ) -> None:
-    """Both selecting operators. Rows lie where their visible blocks first allow it; no result depends on that."""
-    requests = row_requests(query_starts, q.shape[0])
-    visible = visible_blocks.to(torch.int32)
-    first = first_positions(visible.to(torch.int64) * compress_ratio - 1, requests, query_starts)
-    starts = query_starts.to(torch.int64)
-    positions = first[requests] + torch.arange(q.shape[0], device=q.device) - starts[requests]
-    live = torch.zeros_like(first).scatter_reduce(0, requests, visible.to(torch.int64), "amax") > 0
-    plan = plan_of_tensors(
-        request_ids=torch.where(live[requests], requests, -1).to(torch.int32),
-        positions=torch.where(live[requests], positions, -1),
-        visible_blocks=visible,
-        query_starts=query_starts,
-        seq_lens=torch.where(live, first + starts[1:] - starts[:-1], 0).to(torch.int32),
-        page_table=page_table,
-        page_tokens=k_cache.shape[1] * compress_ratio,
-        block_tokens=compress_ratio,
-        topk_blocks=token_topk // compress_ratio,
+    """Both selecting operators."""
+    rows, topk = q.shape[0], token_topk // compress_ratio
+    plan = select_plan(
+        visible_blocks, query_starts, page_table, rows=rows, query_len=query_len,
+        page_tokens=k_cache.shape[1] * compress_ratio, block_tokens=compress_ratio, topk_blocks=topk,
         max_seq_len=max_seq_len,
-    )
-    chosen = select_blocks(q, index_cache(k_cache, compress_ratio), plan)
-    block_indices.copy_(chosen.block_ids)
+    )  # fmt: skip
+    out = None
+    if fits(block_indices, torch.int32, rows, topk) and block_indices.stride(1) == 1:
+        numbers = torch.empty(3, rows, dtype=torch.int32, device=q.device)
+        out = Selection(block_indices, numbers[0], None, numbers[1], numbers[2])
+    chosen = select_blocks(q, index_cache(k_cache, compress_ratio), plan, out=out)
+    if out is None:
+        block_indices.copy_(chosen.block_ids)
 
 
 def qsa_select_paged_decode(
@@ -233,11 +227,10 @@ def qsa_select_paged_decode(
         FlashQSAError: As `select_blocks`.
     """
     count("qsa_select_paged_decode")
-    requests = q.shape[0] // decode_query_len
-    query_starts = torch.arange(requests + 1, dtype=torch.int32, device=q.device) * decode_query_len
     longest = page_table.shape[1] * k_cache.shape[1] * compress_ratio
     _select(
-        q, k_cache, page_table, query_starts, visible_blocks, token_topk, compress_ratio, block_indices, longest
+        q, k_cache, page_table, None, visible_blocks, token_topk, compress_ratio, decode_query_len, block_indices,
+        longest,
     )  # fmt: skip
 
 
@@ -271,9 +264,9 @@ def qsa_select_paged_prefill(
         FlashQSAError: As `select_blocks`.
     """
     count("qsa_select_paged_prefill")
-    query_starts = query_start_loc - query_start_loc[0]
     _select(
-        q, k_cache, page_table, query_starts, visible_blocks, token_topk, compress_ratio, block_indices, max_seq_len
+        q, k_cache, page_table, query_start_loc, visible_blocks, token_topk, compress_ratio, max_query_len,
+        block_indices, max_seq_len,
     )  # fmt: skip
 
 
@@ -299,23 +292,10 @@ def expand_qsa_block_indices(
         FlashQSAError: As `expand_tokens`.
     """
     count("expand_qsa_block_indices")
-    rows, topk, device = block_indices.shape[0], token_topk // compress_ratio, block_indices.device
-    alone = torch.arange(rows + 1, dtype=torch.int32, device=device)
-    live = query_positions >= 0
-    visible = torch.where(live, visible_blocks, 0)
-    plan = plan_of_tensors(
-        request_ids=torch.where(live, alone[:-1], -1),
-        positions=query_positions,
-        visible_blocks=visible,
-        query_starts=alone,
-        seq_lens=(query_positions + 1).to(torch.int32),
-        page_table=torch.empty(rows, 0, dtype=torch.int32, device=device),
-        page_tokens=compress_ratio,
-        block_tokens=compress_ratio,
-        topk_blocks=topk,
-        max_seq_len=1 << 30,
-    )
-    selection = Selection(block_indices, visible.clamp(max=topk), None, visible, plan.request_ids)
+    plan, selection = expand_plan(
+        block_indices, query_positions, visible_blocks, block_tokens=compress_ratio,
+        topk_blocks=token_topk // compress_ratio,
+    )  # fmt: skip
     expand_tokens(selection, plan, out=out)
 
 
@@ -355,33 +335,7 @@ def qsa_sparse_paged_attention(
         FlashQSAError: As `attend_tokens`.
     """
     count("qsa_sparse_paged_attention")
-    rows, requests = q.shape[0], block_table.shape[0]
-    columns = torch.arange(logical_indices.shape[1] - 1, device=q.device)[None]
-    counts = logical_indices[:, -1]
-    live = (counts > 0) & (token_to_req >= 0) & (token_to_req < requests)
-    last = torch.where(columns < counts[:, None], logical_indices[:, :-1], -1).amax(dim=1).to(torch.int64)
-    of_row = token_to_req.to(torch.int64).clamp(0, max(requests - 1, 0))
-    row_ids = torch.arange(rows, device=q.device)
-    first_row = torch.full((requests,), rows, device=q.device)
-    first_row = first_row.scatter_reduce(0, of_row, torch.where(live, row_ids, rows), "amin")
-    offsets = row_ids - first_row[of_row]
-    begin = torch.zeros(requests, dtype=torch.int64, device=q.device)
-    begin = begin.scatter_reduce(0, of_row, torch.where(live, last - offsets, 0), "amax")
-    positions = torch.where(live, begin[of_row] + offsets, -1)
-    ends = torch.zeros_like(begin).scatter_reduce(0, of_row, positions + 1, "amax")
-    live_rows = torch.zeros_like(begin).scatter_add(0, of_row, live.to(torch.int64))
-    plan = plan_of_tensors(
-        request_ids=torch.where(live, token_to_req, -1),
-        positions=positions,
-        visible_blocks=torch.zeros(rows, dtype=torch.int32, device=q.device),
-        query_starts=torch.nn.functional.pad(live_rows.cumsum(0), (1, 0)).to(torch.int32),
-        seq_lens=ends.to(torch.int32),
-        page_table=block_table,
-        page_tokens=k_cache.shape[1],
-        block_tokens=1,
-        topk_blocks=max(columns.shape[1], 1),
-        max_seq_len=block_table.shape[1] * k_cache.shape[1],
-    )
+    plan = attend_plan(logical_indices, token_to_req, block_table, page_tokens=k_cache.shape[1])
     is_fp8 = k_cache.dtype == FP8
     cache = LayerCache(
         k_cache, v_cache, None, None, None, k_scale=k_scale if is_fp8 else None, v_scale=v_scale if is_fp8 else None

@@ -34,14 +34,20 @@ def plan_of_tensors(
     block_tokens: int,
     topk_blocks: int,
     max_seq_len: int,
+    nowhere: torch.Tensor | None = None,
     slot_ids: torch.Tensor | None = None,
     closed_block_slot_ids: torch.Tensor | None = None,
     ring_slot_ids: torch.Tensor | None = None,
     ring_ids: torch.Tensor | None = None,
     ring_tokens: int | None = None,
+    max_query_len: int | None = None,
 ) -> StepPlan:
-    """The plan of one operator call, which knows no more of the step than its own arguments; checked by the stages."""
-    nowhere = torch.full((positions.shape[0],), -1, dtype=torch.int64, device=positions.device)
+    """The plan of one operator call, which knows no more of the step than its own arguments; checked by the stages.
+
+    `nowhere` is [T] int64 of -1, for slots that are not told; `max_query_len` is T where nothing bounds it.
+    """
+    if nowhere is None:
+        nowhere = torch.full((positions.shape[0],), -1, dtype=torch.int64, device=positions.device)
     return StepPlan(
         query_starts=query_starts,
         seq_lens=seq_lens,
@@ -58,7 +64,7 @@ def plan_of_tensors(
         page_tokens=page_tokens,
         block_tokens=block_tokens,
         topk_blocks=topk_blocks,
-        max_query_len=positions.shape[0],
+        max_query_len=positions.shape[0] if max_query_len is None else max_query_len,
         max_seq_len=max_seq_len,
         ring_tokens=ring_tokens,
     )
