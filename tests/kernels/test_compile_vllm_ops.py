@@ -82,3 +82,31 @@ def test_plans_are_compiled_once_for_any_numbers_of_rows_and_requests() -> None:
                 _attend(rows, requests)
             _expand(rows)
     assert len(variants) == 4
+
+
+def _prepare(rows: int, requests: int, copies: bool) -> None:
+    state = torch.zeros(9, 8, 1, 128 if copies else 140, dtype=BF16)
+    table, numbers = torch.zeros(requests, 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    starts = torch.zeros(requests + 1, dtype=torch.int32)
+    made = triton_ops.plan_prepare_triton(
+        numbers, starts, numbers, table, state, key_dim=128, block_tokens=4, copies=copies
+    )  # fmt: skip
+    if copies:
+        triton_ops.close_rings_triton(made["ring_keys"], table, state)
+
+
+@each_arch
+@pytest.mark.parametrize("copies", [True, False])
+def test_plan_of_prepare_and_rings_compile(copies: bool, arch: int) -> None:
+    for requests in (3, 20):
+        with recorded_launches() as launches:
+            _prepare(30, requests, copies)
+        _compiles(launches, arch, most=2 if copies else 1)
+
+
+def test_plan_of_prepare_is_compiled_twice_at_most() -> None:
+    with recorded_variants() as variants:
+        for rows in (1, 2, 16, 100, 4096):
+            for requests in {1, 2, rows}:
+                _prepare(rows, requests, False)
+    assert len(variants) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashqsa.integrations.vllm_plugin import call_plans, ops
+from flashqsa.integrations.vllm_plugin import call_plans, ops, rings
 from flashqsa.plan import StepPlan
 from flashqsa.plan.build import REFILLED
 from flashqsa.testing import assert_bitwise_equal, assert_unchanged, guarded, snapshot, stream
@@ -22,7 +22,7 @@ def by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def call(form: str, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with monkeypatch.context() as patch:
-            for module in (ops, call_plans):
+            for module in (ops, call_plans, rings):
                 patch.setattr(module, "takes_kernels", lambda device: form == "kernel")
             return operator(*args, **kwargs)
 
@@ -134,6 +134,65 @@ def test_attend_plan(by: Any, device: torch.device, mix: str, width: int) -> Non
         given = (wide[:, 2:-1], of_row, table)
         _assert_same(*(by(form, call_plans.attend_plan, *given, page_tokens=16) for form in ("kernel", "torch")))
         assert_unchanged(before)
+
+
+@pytest.mark.parametrize("keeps_positions", [True, False])
+@pytest.mark.parametrize(
+    ("mix", "extra", "dtype"),
+    [*((mix, 3, BF16) for mix in ROWS if mix != "long"), ("verify", 0, FP32), ("one", 0, BF16), ("verify", 3, FP16)],
+)
+def test_prepare_plan(
+    by: Any, device: torch.device, mix: str, extra: int, keeps_positions: bool, dtype: torch.dtype
+) -> None:
+    """Rings of NaN among them, requests without one, padding rows; what is copied goes back and nothing else does."""
+    counts, generator = ROWS[mix], stream(313, extra)
+    total, requests, ring_tokens, dim = sum(counts) + extra, len(counts), 6, 20
+    begin = torch.randint(30, (requests,), generator=generator).tolist()
+    logical = [begin[r] + i for r, count in enumerate(counts) for i in range(count)] + [-1, 7, -1][:extra]
+    logical[::5] = [-1] * len(logical[::5])
+    blocks = (torch.randperm(requests + 3, generator=generator) + 1)[:requests]
+    blocks[1::4], blocks[2::4] = 0, -1
+    table = torch.full((requests + 1, 3), 2**31 - 1, dtype=torch.int32)
+    table[:requests, 0] = blocks.int()
+    slots = torch.randint(-1, 99, (total,), generator=generator)
+    width = dim + (12 * 2 // dtype.itemsize if keeps_positions else 0)
+    state = guarded((requests + 4, ring_tokens, 1, width), dtype, padding=(1, 2, 1, 4), device=device)
+    state.view.copy_(torch.randn(state.view.shape, generator=generator))
+    state.view[::3] = torch.nan
+    starts = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    given = (_ints(device, *logical, dtype=torch.int64), starts, _ints(device, *slots.tolist(), dtype=torch.int64),
+             table.to(device))  # fmt: skip
+    before, made = snapshot(given, state.view), []
+    for form in ("kernel", "torch"):
+        cache = state.view if form == "kernel" else state.view.clone()
+        plan, ring = by(
+            form, call_plans.prepare_plan, *given, cache, key_dim=dim, slot_ids=given[0], page_tokens=16,
+            rope_offset=dim if keeps_positions and dtype != FP32 else None, closed_block_slot_ids=given[2],
+            block_tokens=4, max_seq_len=80,
+        )  # fmt: skip
+        assert_unchanged(before)
+        made.append((plan, ring, cache))
+    (got, ring, cache), (wanted, other, copy) = made
+    _assert_same(got, wanted)
+    for name in ("keys", "positions", "ring_ids"):
+        assert_bitwise_equal(getattr(ring, name).contiguous(), getattr(other, name).contiguous(), name)
+    if ring.copied_from is not None:
+        for each in (ring, other):
+            each.keys[each.ring_ids >= 0] = torch.arange(dim, device=device).to(dtype)
+    by("kernel", rings.close_ring, ring, cache)
+    by("torch", rings.close_ring, other, copy)
+    assert_bitwise_equal(cache.contiguous(), copy.contiguous())
+    state.assert_intact()
+
+
+def test_index_queries_and_keys_of_one_projection_are_not_copied(device: torch.device) -> None:
+    whole = torch.randn(5, 60, generator=stream(314)).to(device)
+    q, k = whole[:, 3:43], whole[:, 43:53]
+    joined = ops.side_by_side(q, k)
+    assert joined.data_ptr() == q.data_ptr()
+    assert_bitwise_equal(joined.contiguous(), torch.cat([q, k], dim=1))
+    for other in (k.clone(), whole[:, 44:54], torch.randn(5, 10, device=device)):
+        assert_bitwise_equal(ops.side_by_side(q, other), torch.cat([q, other], dim=1))
 
 
 # Rows of a cache

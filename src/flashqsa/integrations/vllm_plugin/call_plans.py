@@ -11,6 +11,7 @@ import torch
 
 from flashqsa.backends import takes_kernels
 from flashqsa.integrations.vllm_plugin.plans import first_positions, plan_of_tensors, row_requests
+from flashqsa.integrations.vllm_plugin.rings import Ring, open_ring
 from flashqsa.plan import StepPlan
 from flashqsa.results import Selection
 
@@ -166,3 +167,80 @@ def attend_plan(
         seq_lens=ends.to(INT32),
         **known,
     )
+
+
+def prepare_plan(
+    logical_positions: torch.Tensor,
+    query_starts: torch.Tensor,
+    state_slots: torch.Tensor,
+    state_block_table: torch.Tensor,
+    state_cache: torch.Tensor,
+    *,
+    key_dim: int,
+    rope_offset: int | None,
+    slot_ids: torch.Tensor,
+    closed_block_slot_ids: torch.Tensor,
+    page_tokens: int,
+    block_tokens: int,
+    max_seq_len: int,
+) -> tuple[StepPlan, Ring]:
+    """The plan of a preparation, and the rings that it writes; `close_ring` belongs behind it.
+
+    Args:
+        logical_positions: [T] int64, -1 for padding.
+        query_starts: [R + 1] int32 from 0.
+        state_slots: [T] int64 where raw keys go, -1 for none.
+        state_block_table: [>= R, >= 1] int32, block of each request in the first column.
+        state_cache: [blocks, ring_tokens, 1, width] raw keys.
+        key_dim: Dimension of a raw key.
+        rope_offset: Where rotary positions begin in a row of `state_cache`, or None.
+        slot_ids: [T] int64 slots of K and V.
+        closed_block_slot_ids: [T] int64 block slots.
+        page_tokens: Tokens of a page.
+        block_tokens: Tokens of a block.
+        max_seq_len: Bound on the tokens of a request.
+    """
+    rows, requests, device = logical_positions.shape[0], query_starts.shape[0] - 1, logical_positions.device
+    ring_tokens = state_cache.shape[1]
+    known: dict[str, Any] = dict(
+        positions=logical_positions, query_starts=query_starts, slot_ids=slot_ids,
+        page_table=torch.empty(requests, 0, dtype=INT32, device=device), page_tokens=page_tokens,
+        closed_block_slot_ids=closed_block_slot_ids, block_tokens=block_tokens, topk_blocks=1,
+        max_seq_len=max_seq_len, ring_tokens=ring_tokens,
+    )  # fmt: skip
+    table_fits = state_block_table.dtype == INT32 and state_block_table.shape[0] >= requests
+    starts_fit = fits(query_starts, INT32, requests + 1) and query_starts.is_contiguous()
+    rows_fit = fits(logical_positions, INT64, rows) and fits(state_slots, INT64, rows)
+    some = rows and requests > 0 and ring_tokens and key_dim and state_cache.stride(3) == 1
+    if takes_kernels(device) and some and table_fits and starts_fit and rows_fit:
+        from flashqsa.integrations.vllm_plugin.triton_ops import plan_prepare_triton
+
+        made = plan_prepare_triton(
+            logical_positions, query_starts, state_slots, state_block_table, state_cache, key_dim=key_dim,
+            block_tokens=block_tokens, copies=rope_offset is None,
+        )  # fmt: skip
+        keys, positions = made.pop("ring_keys"), made.pop("ring_positions")
+        if rope_offset is None:
+            ring = Ring(keys, positions, made["ring_ids"], state_block_table[:requests, 0])
+        else:
+            ring = Ring.within(state_cache, key_dim, rope_offset, made["ring_ids"])
+        return plan_of_tensors(nowhere=slot_ids, **made, **known), ring
+    starts = query_starts.to(INT64)
+    last_rows = (starts[1:] - 1).clamp(0, max(rows - 1, 0))
+    lens = starts[1:] - starts[:-1]
+    ends = torch.where(lens > 0, logical_positions[last_rows] + 1, 0) if rows else torch.zeros_like(lens)
+    ring = open_ring(state_cache, state_block_table, (ends - lens).clamp(min=0), key_dim, rope_offset)
+    of_row = row_requests(query_starts, rows)
+    if ring.copied_from is not None:
+        inside = of_row * ring_tokens + logical_positions % ring_tokens
+        state_slots = torch.where((state_slots >= 0) & (ring.ring_ids[of_row] >= 0), inside, -1)
+    plan = plan_of_tensors(
+        request_ids=of_row.to(INT32).masked_fill(logical_positions < 0, -1),
+        visible_blocks=((logical_positions + 1) // block_tokens).to(INT32),
+        seq_lens=ends.to(INT32),
+        ring_slot_ids=state_slots,
+        ring_ids=ring.ring_ids,
+        nowhere=slot_ids,
+        **known,
+    )
+    return plan, ring

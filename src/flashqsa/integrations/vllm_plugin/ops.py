@@ -17,14 +17,10 @@ from flashqsa.cache import LayerCache
 from flashqsa.cache.state import write_slots
 from flashqsa.checks import FP8
 from flashqsa.errors import ShapeError, UnsupportedError
-from flashqsa.integrations.vllm_plugin.call_plans import attend_plan, expand_plan, fits, select_plan
+from flashqsa.integrations.vllm_plugin.call_plans import attend_plan, expand_plan, fits, prepare_plan, select_plan
 from flashqsa.integrations.vllm_plugin.counts import count
-from flashqsa.integrations.vllm_plugin.plans import (
-    check_page_sizes,
-    plan_of_tensors,
-    row_requests,
-)
-from flashqsa.integrations.vllm_plugin.rings import close_ring, open_ring
+from flashqsa.integrations.vllm_plugin.plans import check_page_sizes
+from flashqsa.integrations.vllm_plugin.rings import close_ring
 from flashqsa.preparation import NormWeights, prepare
 from flashqsa.preparation.plain import mean_of_blocks
 from flashqsa.results import Prepared, Selection
@@ -111,34 +107,12 @@ def qsa_prepare(
     check_page_sizes(main_kv_cache.shape[1], compressed_cache.shape[1], compress_ratio)
     gate_heads = main_qkv.shape[1] // (2 * dim) - kv_heads
     q_gate, keys, values = main_qkv.split([2 * gate_heads * dim, kv_heads * dim, kv_heads * dim], dim=1)  # type: ignore[no-untyped-call]
-    starts = query_start_loc.to(torch.int64)
-    last_rows = (starts[1:] - 1).clamp(0, max(rows - 1, 0))
-    logical = logical_positions[:rows]
-    lens = starts[1:] - starts[:-1]
-    ends = torch.where(lens > 0, logical[last_rows] + 1, 0) if rows else torch.zeros_like(lens)
-    ring = open_ring(state_cache, state_block_table, (ends - lens).clamp(min=0), k.shape[1], rope_pos_offset)
-    requests = row_requests(query_start_loc, rows)
-    ring_slots, ring_tokens = state_slots[:rows], state_cache.shape[1]
-    if ring.copied_from is not None:
-        inside = requests * ring_tokens + logical % ring_tokens
-        ring_slots = torch.where((ring_slots >= 0) & (ring.ring_ids[requests] >= 0), inside, -1)
-    plan = plan_of_tensors(
-        request_ids=requests.to(torch.int32).masked_fill(logical < 0, -1),
-        positions=logical,
-        visible_blocks=((logical + 1) // compress_ratio).to(torch.int32),
-        query_starts=query_start_loc,
-        seq_lens=ends.to(torch.int32),
-        page_table=torch.empty(ends.shape[0], 0, dtype=torch.int32, device=q.device),
-        page_tokens=main_kv_cache.shape[1],
-        block_tokens=compress_ratio,
-        topk_blocks=1,
-        max_seq_len=cos_sin_cache.shape[0],
-        slot_ids=main_slot_mapping[:rows],
-        closed_block_slot_ids=compressed_slots[:rows],
-        ring_slot_ids=ring_slots,
-        ring_ids=ring.ring_ids,
-        ring_tokens=ring_tokens,
-    )
+    plan, ring = prepare_plan(
+        logical_positions[:rows], query_start_loc, state_slots[:rows], state_block_table, state_cache,
+        key_dim=k.shape[1], rope_offset=rope_pos_offset, slot_ids=main_slot_mapping[:rows],
+        closed_block_slot_ids=compressed_slots[:rows], page_tokens=main_kv_cache.shape[1],
+        block_tokens=compress_ratio, max_seq_len=cos_sin_cache.shape[0],
+    )  # fmt: skip
     is_fp8 = main_kv_cache.dtype == FP8
     cache = LayerCache(
         main_kv_cache[..., :dim], main_kv_cache[..., dim:], compressed_cache[:, :, 0], ring.keys, ring.positions,
@@ -148,7 +122,7 @@ def qsa_prepare(
     out = Prepared(q_out, q_gate.new_empty(rows, gate_heads, dim), q_gate.new_empty(rows, gate_heads, dim))
     prepare(
         q_gate, heads_of(keys, dim), heads_of(values, dim),
-        heads_of(torch.cat([q, k], dim=1), k.shape[1]), positions,
+        heads_of(side_by_side(q, k), k.shape[1]), positions,
         RopeTable(cos_sin_cache, mrope_of(mrope_section)),
         NormWeights(main_q_norm_weight, main_k_norm_weight, q_norm_weight, k_norm_weight, eps), cache, plan, out=out,
     )  # fmt: skip
@@ -159,6 +133,15 @@ def qsa_prepare(
 def heads_of(projected: torch.Tensor, head_dim: int) -> torch.Tensor:
     """[T, heads * head_dim] as [T, heads, head_dim], a view."""
     return projected.view(projected.shape[0], -1, head_dim)
+
+
+def side_by_side(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[T, Hi * Di + Di] index queries and keys: a view where one projection made both, as vLLM's does; else a copy."""
+    begins = q.data_ptr() + q.shape[1] * q.element_size()
+    one_storage = q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    if one_storage and k.data_ptr() == begins and q.dtype == k.dtype and q.stride() == k.stride() and q.stride(1) == 1:
+        return q.as_strided((q.shape[0], q.shape[1] + k.shape[1]), q.stride())
+    return torch.cat([q, k], dim=1)
 
 
 def mrope_of(section: Sequence[int] | None) -> tuple[int, int, int] | None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashqsa.backends import takes_kernels
+
 INT64_AS_BF16 = 4
 AXES = 3
 
@@ -18,13 +20,19 @@ class Ring:
         keys: [rings, ring_tokens, Di] raw keys.
         positions: [rings, ring_tokens, 3] int64 rotary positions.
         ring_ids: [R] int32 ring of each request, -1 for none.
-        copied_from: For a copy of the step's rings alone, which blocks of vLLM's cache they are; None for a view.
+        copied_from: [R] for a copy of the step's rings alone, which blocks of vLLM's cache they are; None for a view.
     """
 
     keys: torch.Tensor
     positions: torch.Tensor
     ring_ids: torch.Tensor
     copied_from: torch.Tensor | None = None
+
+    @classmethod
+    def within(cls, state_cache: torch.Tensor, key_dim: int, rope_offset: int, ring_ids: torch.Tensor) -> Ring:
+        """Views of vLLM's cache, where positions lie behind the keys."""
+        positions = state_cache[:, :, 0, rope_offset : rope_offset + AXES * INT64_AS_BF16].view(torch.int64)
+        return cls(state_cache[:, :, 0, :key_dim], positions, ring_ids)
 
 
 def open_ring(
@@ -48,8 +56,7 @@ def open_ring(
     """
     block_ids = state_block_table[: seq_starts.shape[0], 0]
     if rope_offset is not None:
-        positions = state_cache[:, :, 0, rope_offset : rope_offset + AXES * INT64_AS_BF16].view(torch.int64)
-        return Ring(state_cache[:, :, 0, :key_dim], positions, torch.where(block_ids > 0, block_ids, -1))
+        return Ring.within(state_cache, key_dim, rope_offset, torch.where(block_ids > 0, block_ids, -1))
     ring_tokens = state_cache.shape[1]
     block_ids = block_ids.to(torch.int64).clamp(min=0)
     slots = torch.arange(ring_tokens, device=state_cache.device)[None]
@@ -63,5 +70,11 @@ def open_ring(
 
 def close_ring(ring: Ring, state_cache: torch.Tensor) -> None:
     """Write a copy back. Requests without a ring share block 0, to which they bring what it held."""
-    if ring.copied_from is not None:
+    if ring.copied_from is None:
+        return
+    if takes_kernels(state_cache.device) and ring.keys.numel():
+        from flashqsa.integrations.vllm_plugin.triton_ops import close_rings_triton
+
+        close_rings_triton(ring.keys, ring.copied_from, state_cache)
+    else:
         state_cache[:, :, 0, : ring.keys.shape[2]].index_copy_(0, ring.copied_from, ring.keys)

@@ -276,3 +276,184 @@ def plan_attend_triton(token_ids, token_to_req, *, requests):
         ROWS=256 if rows <= 256 else 1024, **options,
     )  # fmt: skip
     return plan
+
+
+@triton.jit
+def _floor_divided(x, DIVISOR: tl.constexpr):
+    """Rounded down, as torch divides; Triton rounds to zero."""
+    quotient = x // DIVISOR
+    return tl.where(quotient * DIVISOR > x, quotient - 1, quotient)
+
+
+@triton.jit
+def _ring_tile(
+    state_ptr, block, num_blocks, stride_bp, stride_bs,
+    RING_TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_RING: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Addresses of a block's raw keys in vLLM's cache, their places in a ring of their own, and which of them exist."""
+    slot, d = tl.arange(0, BLOCK_RING)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    block = block + tl.zeros([1, 1], tl.int64)
+    there = (slot < RING_TOKENS) & (d < DIM) & (block >= 0) & (block < num_blocks)
+    return state_ptr + block * stride_bp + slot.to(tl.int64) * stride_bs + d, slot * DIM + d, there
+
+
+@triton.jit
+def _plan_prepare_rows(
+    row, num_rows, num_requests, starts_ptr, logical_ptr, slots_ptr, table_ptr, request_ids_ptr, visible_ptr,
+    ring_slots_ptr, stride_lt, stride_st, stride_tr,
+    BLOCK_TOKENS: tl.constexpr, COPIES: tl.constexpr, RING_TOKENS: tl.constexpr, STARTS: tl.constexpr,
+):  # fmt: skip
+    there = row < num_rows
+    request = tl.zeros(row.shape, tl.int32)
+    for first in tl.range(0, num_requests, STARTS):
+        r = first + tl.arange(0, STARTS)
+        ends = tl.load(starts_ptr + 1 + r, mask=r < num_requests, other=2147483647)
+        request += tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1)
+    request = tl.minimum(request, num_requests - 1)
+    logical = tl.load(logical_ptr + row.to(tl.int64) * stride_lt, mask=there, other=-1)
+    tl.store(request_ids_ptr + row, tl.where(logical < 0, -1, request), mask=there)
+    tl.store(visible_ptr + row, _floor_divided(logical + 1, BLOCK_TOKENS).to(tl.int32), mask=there)
+    if COPIES:
+        slot = tl.load(slots_ptr + row.to(tl.int64) * stride_st, mask=there, other=-1)
+        block = tl.load(table_ptr + request.to(tl.int64) * stride_tr, mask=there, other=-1)
+        inside = request.to(tl.int64) * RING_TOKENS + logical - _floor_divided(logical, RING_TOKENS) * RING_TOKENS
+        tl.store(ring_slots_ptr + row, tl.where((slot >= 0) & (block > 0), inside, -1), mask=there)
+
+
+@triton.jit
+def _plan_prepare_request(
+    request, num_rows, num_blocks, starts_ptr, logical_ptr, table_ptr, state_ptr, seq_lens_ptr, ring_ids_ptr,
+    ring_keys_ptr, ring_positions_ptr, stride_lt, stride_tr, stride_bp, stride_bs,
+    COPIES: tl.constexpr, RING_TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_RING: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Its tokens and its ring; of a copied ring the raw keys and their positions, the last ones before the step."""
+    start = tl.load(starts_ptr + request).to(tl.int64)
+    rows = tl.load(starts_ptr + request + 1).to(tl.int64) - start
+    last_row = tl.minimum(tl.maximum(start + rows - 1, 0), num_rows - 1)
+    end = tl.where(rows > 0, tl.load(logical_ptr + last_row * stride_lt) + 1, 0)
+    block = tl.load(table_ptr + request.to(tl.int64) * stride_tr).to(tl.int64)
+    tl.store(seq_lens_ptr + request, end.to(tl.int32))
+    if COPIES:
+        tl.store(ring_ids_ptr + request, tl.where(block > 0, request, -1))
+        from_ptr, at, there = _ring_tile(state_ptr, tl.maximum(block, 0), num_blocks, stride_bp, stride_bs,
+                                         RING_TOKENS, DIM, BLOCK_RING, BLOCK_D)  # fmt: skip
+        ring = request.to(tl.int64) * RING_TOKENS
+        tl.store(ring_keys_ptr + ring * DIM + at, tl.load(from_ptr, mask=there), mask=there)
+        slot = tl.arange(0, BLOCK_RING)
+        last = tl.maximum(end - rows, 0) - 1
+        behind = last - slot
+        position = tl.maximum(last - (behind - _floor_divided(behind, RING_TOKENS) * RING_TOKENS), 0)
+        for axis in tl.static_range(3):
+            tl.store(ring_positions_ptr + (ring + slot) * 3 + axis, position, mask=slot < RING_TOKENS)
+    else:
+        tl.store(ring_ids_ptr + request, tl.where(block > 0, block, -1).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=[
+    "starts_ptr", "logical_ptr", "slots_ptr", "table_ptr", "state_ptr", "request_ids_ptr", "visible_ptr",
+    "ring_slots_ptr", "seq_lens_ptr", "ring_ids_ptr", "ring_keys_ptr", "ring_positions_ptr", "num_rows",
+    "num_requests", "row_programs", "num_blocks", "stride_lt", "stride_st", "stride_tr",
+])  # fmt: skip
+def _plan_prepare_kernel(
+    starts_ptr, logical_ptr, slots_ptr, table_ptr, state_ptr, request_ids_ptr, visible_ptr, ring_slots_ptr,
+    seq_lens_ptr, ring_ids_ptr, ring_keys_ptr, ring_positions_ptr, num_rows, num_requests, row_programs, num_blocks,
+    stride_lt, stride_st, stride_tr, stride_bp, stride_bs,
+    BLOCK_TOKENS: tl.constexpr, COPIES: tl.constexpr, RING_TOKENS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_RING: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, STARTS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Some programs plan rows, the others a request each."""
+    wait_for_previous(OVERLAP)
+    pid = tl.program_id(0)
+    if pid < row_programs:
+        _plan_prepare_rows(
+            pid * ROWS + tl.arange(0, ROWS), num_rows, num_requests, starts_ptr, logical_ptr, slots_ptr, table_ptr,
+            request_ids_ptr, visible_ptr, ring_slots_ptr, stride_lt, stride_st, stride_tr, BLOCK_TOKENS, COPIES,
+            RING_TOKENS, STARTS,
+        )  # fmt: skip
+    else:
+        _plan_prepare_request(
+            pid - row_programs, num_rows, num_blocks, starts_ptr, logical_ptr, table_ptr, state_ptr, seq_lens_ptr,
+            ring_ids_ptr, ring_keys_ptr, ring_positions_ptr, stride_lt, stride_tr, stride_bp, stride_bs, COPIES,
+            RING_TOKENS, DIM, BLOCK_RING, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_ptr", "state_ptr", "ring_keys_ptr", "num_blocks", "stride_tr"])
+def _close_rings_kernel(
+    table_ptr, state_ptr, ring_keys_ptr, num_blocks, stride_tr, stride_bp, stride_bs,
+    RING_TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_RING: tl.constexpr, BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A request a program; block 0 belongs to nobody."""
+    wait_for_previous(OVERLAP)
+    request = tl.program_id(0).to(tl.int64)
+    block = tl.load(table_ptr + request * stride_tr).to(tl.int64)
+    to_ptr, at, there = _ring_tile(state_ptr, block, num_blocks, stride_bp, stride_bs, RING_TOKENS, DIM, BLOCK_RING,
+                                   BLOCK_D)  # fmt: skip
+    there = there & (block + tl.zeros([1, 1], tl.int64) > 0)
+    tl.store(to_ptr, tl.load(ring_keys_ptr + request * (RING_TOKENS * DIM) + at, mask=there), mask=there)
+
+
+def _ring_options(state_cache, key_dim):
+    ring_tokens = state_cache.shape[1]
+    return {
+        "RING_TOKENS": ring_tokens, "DIM": key_dim, "BLOCK_RING": triton.next_power_of_2(ring_tokens),
+        "BLOCK_D": triton.next_power_of_2(key_dim), "enable_fp_fusion": False, **overlapping(state_cache.device),
+    }  # fmt: skip
+
+
+@launched_where(lambda logical_positions: logical_positions.device)
+def plan_prepare_triton(
+    logical_positions, query_starts, state_slots, state_block_table, state_cache, *, key_dim, block_tokens, copies
+):
+    """Tensors of a preparation's plan, by name; with them `ring_keys` and `ring_positions` where rings are copied.
+
+    Args:
+        logical_positions: [T] int64, -1 for padding; T at least 1.
+        query_starts: [R + 1] int32 from 0; R at least 1.
+        state_slots: [T] int64, -1 where no raw key is kept.
+        state_block_table: [>= R, >= 1] int32.
+        state_cache: [blocks, ring_tokens, 1, width].
+        key_dim: Dimension of a raw key.
+        block_tokens: Tokens of a block.
+        copies: Whether the requests' rings are copied and told their positions; else they are vLLM's blocks.
+    """
+    rows, requests, device = logical_positions.shape[0], query_starts.shape[0] - 1, logical_positions.device
+    ring = (requests if copies else 0, state_cache.shape[1])
+    plan = carve(
+        device, ring_slot_ids=(rows if copies else 0, torch.int64), request_ids=(rows, torch.int32),
+        visible_blocks=(rows, torch.int32), seq_lens=(requests, torch.int32), ring_ids=(requests, torch.int32),
+        ring_positions=(ring[0] * ring[1] * 3, torch.int64), ring_keys=(ring[0] * ring[1] * key_dim, state_cache.dtype),
+    )  # fmt: skip
+    row_programs = triton.cdiv(rows, 64)
+    state, keys = (x.view(INTEGERS[x.element_size()]) for x in (state_cache, plan["ring_keys"]))
+    _plan_prepare_kernel[(row_programs + requests,)](
+        query_starts, logical_positions, state_slots, state_block_table, state, plan["request_ids"],
+        plan["visible_blocks"], plan["ring_slot_ids"], plan["seq_lens"], plan["ring_ids"], keys,
+        plan["ring_positions"], rows, requests, row_programs, state.shape[0], logical_positions.stride(0),
+        state_slots.stride(0), state_block_table.stride(0), *state.stride()[:2],
+        BLOCK_TOKENS=block_tokens, COPIES=copies, ROWS=64, STARTS=16 if requests <= 16 else 256,
+        **_ring_options(state_cache, key_dim),
+    )  # fmt: skip
+    plan["ring_positions"] = plan["ring_positions"].view(*ring, 3)
+    plan["ring_keys"] = plan["ring_keys"].view(*ring, key_dim)
+    if not copies:
+        plan["ring_slot_ids"] = state_slots
+    return plan
+
+
+@launched_where(lambda ring_keys: ring_keys.device)
+def close_rings_triton(ring_keys, state_block_table, state_cache):
+    """Write copied rings back into vLLM's cache.
+
+    Args:
+        ring_keys: [R, ring_tokens, Di] contiguous.
+        state_block_table: [>= R, >= 1] int32, 0 and less for requests without a ring.
+        state_cache: [blocks, ring_tokens, 1, width].
+    """
+    state, keys = (x.view(INTEGERS[x.element_size()]) for x in (state_cache, ring_keys))
+    _close_rings_kernel[(keys.shape[0],)](
+        state_block_table, state, keys, state.shape[0], state_block_table.stride(0), *state.stride()[:2],
+        **_ring_options(state_cache, keys.shape[2]),
+    )  # fmt: skip
